@@ -1,0 +1,1026 @@
+# SPDX-License-Identifier: MIT
+"""grpo.py by numbers: worked examples first, then each function against a plain loop in float64, then
+whole runs. `python -m pytest` runs on a CPU, offline."""
+
+import copy
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+import grpo
+from grpo import (
+    Config,
+    Error,
+    MasterAdamW,
+    accuracy_reward,
+    answers_match,
+    clipped_surrogate,
+    completion_mask,
+    cut_micro_batches,
+    extract_answer,
+    fast_path_holds,
+    format_reward,
+    generate,
+    group_advantages,
+    grpo_loss,
+    importance_ratio,
+    kl_k3,
+    sample,
+    token_logprobs,
+)
+
+torch.set_num_threads(2)
+
+
+# ------------------------------------------------------------------------------- worked examples
+
+
+@pytest.mark.parametrize(
+    "rewards, num_generations, expected",
+    [
+        (
+            [1, 0, 0, 1, 0, 0, 1, 1],
+            4,
+            [0.8660, -0.8660, -0.8660, 0.8660, -0.8660, -0.8660, 0.8660, 0.8660],
+        ),
+        (
+            [1, 0, 0, 1, 1, 0, 0, 1],
+            8,
+            [0.9354, -0.9354, -0.9354, 0.9354, 0.9354, -0.9354, -0.9354, 0.9354],
+        ),
+        (
+            [1, 1, 1, 1, 0, 0, 0, 1],
+            4,
+            [0, 0, 0, 0, -0.5, -0.5, -0.5, 1.5],
+        ),  # the group, not the batch
+        ([3, 5], 2, [-0.7071, 0.7071]),
+    ],
+)
+def test_advantages_of_worked_examples(rewards, num_generations, expected):
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float32), num_generations)
+    torch.testing.assert_close(found, torch.tensor(expected), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7, 1.0, -2.3, 1e-8, 12345.678])
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_equal_rewards_have_exactly_no_advantage(value, scale_rewards):
+    rewards = torch.tensor([value] * 8 + [0.0, 1.0] * 4)
+    assert group_advantages(rewards, 8, scale_rewards)[:8].tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize(
+    "new, old, ratio, clipped", [(0.9, 0.5, 1.8, 1.2), (0.2, 0.5, 0.4, 0.8), (0.7, 0.5, 1.4, 1.2)]
+)
+def test_ratio_and_clip_of_worked_examples(new, old, ratio, clipped):
+    new, old, mask = torch.tensor([[new]]).log(), torch.tensor([[old]]).log(), torch.ones(1, 1)
+    assert importance_ratio(new, old, mask).item() == pytest.approx(ratio, rel=1e-5)
+    side = 1.0 if ratio > 1 else -1.0  # the sign of A for which the clipped side is the smaller
+    assert clipped_surrogate(new, old, torch.tensor([side])).item() == pytest.approx(
+        side * clipped, rel=1e-5
+    )
+    assert clipped_surrogate(new, old, torch.tensor([-side])).item() == pytest.approx(
+        -side * ratio, rel=1e-5
+    )
+
+
+def test_clip_higher_moves_the_upper_bound_alone():
+    new, old = torch.tensor([[0.9, 0.2]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    found = clipped_surrogate(new, old, torch.tensor([[1.0, -1.0]]), epsilon=0.2, epsilon_high=0.28)
+    torch.testing.assert_close(found, torch.tensor([[1.28, -0.8]]))
+
+
+def test_k3_of_worked_example():
+    policy, reference = torch.tensor(0.7).log(), torch.tensor(0.5).log()
+    assert kl_k3(policy, reference).item() == pytest.approx(0.050758, abs=1e-6)
+    assert kl_k3(policy, policy).item() == 0
+
+
+def test_surrogate_of_worked_example():
+    logp, old_logp = torch.tensor([[0.7], [0.7]]).log(), torch.tensor([[0.5], [0.5]]).log()
+    found = clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354]))
+    torch.testing.assert_close(found, torch.tensor([[1.1225], [-1.3096]]), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "question, answer, completions, expected",
+    [
+        ("Calculate 2 + 2 × 6", "14", ["14", "16", "10"], [1, 0, 0]),
+        ("Solve y = 2x + 1 for x = 2, y = ", "5", ["5", "6", "7", "5", "5.0"], [1, 0, 0, 1, 1]),
+        ("Solve y = 2x + 1 for x = 4, y = ", "9", ["10", "2", "9", "9"], [0, 0, 1, 1]),
+    ],
+)
+def test_accuracy_of_worked_examples(question, answer, completions, expected):
+    assert (
+        accuracy_reward([question] * len(completions), completions, [answer] * len(completions))
+        == expected
+    )
+
+
+MASKS = [  # ids, EOS ids, mask
+    ([5, 6, 7], [2], [1, 1, 1]),  # no EOS
+    ([2, 6, 7], [2], [1, 0, 0]),  # the first token
+    ([5, 6, 2], [2], [1, 1, 1]),  # the last
+    (
+        [5, 2, 2],
+        [2],
+        [1, 1, 0],
+    ),  # pad == EOS, or repeated: the first one is learnt, the rest is not
+    ([5, 2, 6], [2], [1, 1, 0]),  # filler after the end
+    ([5, 3, 2], [2, 3], [1, 1, 0]),  # several EOS ids
+    ([5, 3, 2], 2, [1, 1, 1]),  # one, as a number
+    ([5, 3, 2], [], [1, 1, 1]),  # none
+]
+
+
+@pytest.mark.parametrize("ids, eos_token_ids, expected", MASKS)
+def test_completion_mask_runs_through_the_first_eos(ids, eos_token_ids, expected):
+    mask = completion_mask(torch.tensor([ids]), eos_token_ids)
+    assert mask.dtype == torch.bool and mask.int().tolist() == [expected]
+
+
+# -------------------------------------------------------------------------------------- answers
+
+EXTRACTED = [
+    (r"so \boxed{42}.", "42"),
+    (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\text{a}\{1\}}", r"\text{a}\{1\}"),
+    (r"\boxed 7$.", "7"),
+    (r"100 \boxed{5} 200", "5"),
+    (r"broken off in \boxed{4", None),
+    (r"\boxed{}", None),
+    ("we get 5\n#### 18", "18"),
+    ("#### 3\nand #### 1,234 ", "1,234"),
+    ("#### 18 dollars", "18 dollars"),
+    ("#### The answer is 18.", "18"),
+    ("#### 18\nThat is 2 more than 16.", "18"),
+    ("the numbers 3 and then 4.", "4"),
+    ("it costs $80,000.00.", "$80,000.00"),
+    ("that is −5", "−5"),
+    ("5-3=2", "2"),
+    ("pages 3-5", "5"),
+    ("one half is 1/2", "1/2"),
+    (r"it is \frac{3}{4}", r"\frac{3}{4}"),
+    ("no number at all", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize("text, expected", EXTRACTED)
+def test_extract_answer(text, expected):
+    assert extract_answer(text) == expected
+
+
+SAME = """$80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \\frac{1}{2}|0.5; 1/2|0.5; \\dfrac12|1/2; .5|1/2
+50%|0.5; 50\\%|50; 0.5|50%; 50 percent|50%; -3|−3; - 3|-3; 7.0|7; +7|7; x = 5|5; x=5|5; f(x) = 5|5; 5 cm|5
+5\\text{ cm}|5; 5\\,\\text{cm}^2|5; 12 miles per hour|12; 18 dollars|18; \\$18|18; 90^\\circ|90; 90°|90
+3 \\times 10^{5}|300000; 3×10^5|300000; 1.5e3|1500; 1\\frac{1}{2}|3/2; 1 1/2|1.5; -\\frac{1}{2}|-0.5; \\frac{-1}{2}|-1/2
+$x^2+1$|x^2 + 1; \\left(1, 2\\right)|(1,2); \\text{Yes}|yes; \\text{(A)}|A; (B)|B; 2\\sqrt3|2\\sqrt{3}; \\(7\\)|7
+0.1|1/10; 0.3333|0.33330; 1e2|100; 007|7; €5|5; 2/4|1/2; y = 2x + 1|2x+1"""
+DIFFERENT = """1|11; 11|1; 5|-5; 80|80000; 1,2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5|5x; 5 pi|5; 5\\pi|5; 3 million|3
+50%|0.05; 5%|50%; 1/0|1; 1/0|2/0; (1,2)|(2,1); x=1, y=2|2; 2 dozen|2; 18 or 20|18; 1 2|12; |; 0.5%|0.05; \\text{}|0"""
+
+
+def _pairs(table):
+    return [pair.strip(" ").split("|") for line in table.splitlines() for pair in line.split("; ")]
+
+
+@pytest.mark.parametrize("answer, gold", _pairs(SAME))
+def test_same_answers_match_both_ways(answer, gold):
+    assert answers_match(answer, gold) and answers_match(gold, answer)
+
+
+@pytest.mark.parametrize("answer, gold", _pairs(DIFFERENT))
+def test_different_answers_do_not(answer, gold):
+    assert not answers_match(answer, gold) and not answers_match(gold, answer)
+
+
+def test_missing_answers_match_nothing():
+    assert (
+        not answers_match(None, "1")
+        and not answers_match("1", None)
+        and not answers_match(None, None)
+    )
+
+
+BAD_TEXTS = {
+    "brackets": "\\boxed{" * 100_000,
+    "closed": "\\boxed" + "{" * 50_000 + "}" * 50_000,
+    "digits": "9" * 5_000,
+    "boxed digits": "\\boxed{" + "9" * 5_000 + "}",
+    "commas": "1" + ",111" * 30_000 + "1",
+    "fractions": "\\frac{1" * 30_000,
+    "minus": "-" * 100_000 + "1",
+    "spaces": "#### " + " " * 100_000 + "1",
+    "letters": "\\boxed{5 " + "a" * 100_000 + "!}",
+    "exponent": "\\boxed{1e999999999}",
+    "power": "\\boxed{10^{10^{10}}}",
+    "equals": "#### " + "x=" * 50_000,
+    "think": "<think>" * 20_000 + "</think>" * 20_000,
+    "texts": "\\boxed{" + "\\text{" * 20_000 + "}" * 20_001,
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_hostile_texts_cost_milliseconds(name):
+    start = time.perf_counter()
+    assert accuracy_reward([""], [BAD_TEXTS[name]], ["7"]) == [0.0]
+    assert format_reward([""], [BAD_TEXTS[name]]) == [0.0]
+    answers_match(BAD_TEXTS[name], BAD_TEXTS[name])
+    assert (
+        time.perf_counter() - start < 0.5
+    )  # a thousandfold of what a quadratic scan would stay under
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.text("0123456789.,-/%$\\{}boxedfrac# =x^e"))
+def test_any_text_has_an_answer_or_none_and_never_raises(text):
+    answer = extract_answer(text)
+    assert answer is None or (isinstance(answer, str) and answer)
+    assert answers_match(answer, answer) in ([False] if answer is None else [True, False])
+    format_reward([text], [text])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.fractions(max_denominator=1000), st.integers(1, 9))
+def test_equal_fractions_match_and_others_do_not(value, factor):
+    latex = rf"\frac{{{value.numerator * factor}}}{{{value.denominator * factor}}}"
+    assert answers_match(latex, f"{value.numerator}/{value.denominator}")
+    assert not answers_match(latex, str(value + 1))
+
+
+@pytest.mark.parametrize(
+    "prompt, completion, expected",
+    [
+        ("", "<think>a</think>b", 1.0),
+        ("", " <think>\na\n</think>\n\nb ", 1.0),
+        ("<think>\n", "a</think>b", 1.0),
+        ("", "a</think>b", 0.0),
+        ("", "<think>a</think>", 0.0),
+        ("", "<think>a", 0.0),
+        ("", "x<think>a</think>b", 0.0),
+        ("", "<think>a</think>b<think>c</think>d", 0.0),
+        ("", "</think>b<think>", 0.0),
+    ],
+)
+def test_format_reward(prompt, completion, expected):
+    assert format_reward([prompt], [completion]) == [expected]
+
+
+# --------------------------------------------------------------------------------------- the loss
+
+
+def slow_grpo_loss(
+    logp, old_logp, ref_logp, advantages, mask, epsilon, high, beta, loss_type, level, max_length
+):
+    """The equations as loops over floats (of torch, so that autograd differentiates them)."""
+    total, num_tokens = torch.zeros((), dtype=torch.float64), int(mask.sum())
+    for i in range(len(mask)):
+        tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
+        row = torch.zeros((), dtype=torch.float64)
+        for t in tokens:
+            if level == "token":
+                ratio = torch.exp(logp[i, t] - old_logp[i, t])
+            else:
+                ratio = torch.exp(sum(logp[i, u] - old_logp[i, u] for u in tokens) / len(tokens))
+            advantage = advantages[i] if advantages.dim() == 1 else advantages[i, t]
+            clipped = min(max(ratio.item(), 1 - epsilon), 1 + high)
+            inside = ratio * advantage <= clipped * advantage
+            row = row - (ratio * advantage if inside else clipped * advantage)
+            if ref_logp is not None:
+                delta = ref_logp[i, t] - logp[i, t]
+                row = row + beta * (torch.exp(delta) - delta - 1)
+        if loss_type == "grpo":
+            total = total + row / max(1, len(tokens)) / len(mask)
+        elif loss_type == "dapo":
+            total = total + row / num_tokens
+        else:
+            total = total + row / (len(mask) * max_length)
+    return total
+
+
+def random_batch(n=6, c=5, seed=0, per_token=False):
+    """Log-probs far enough from each other that some ratios are clipped; one row is all masked."""
+    generator = torch.Generator().manual_seed(seed)
+    logp, noise, ref = (
+        torch.randn(n, c, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    mask = torch.arange(c) < torch.randint(1, c + 1, (n, 1), generator=generator)
+    mask[n // 2] = False
+    advantages = torch.randn(
+        (n, c) if per_token else (n,), generator=generator, dtype=torch.float64
+    )
+    return logp - 2, logp - 2 + 0.3 * noise, logp - 2 + 0.5 * ref, advantages, mask
+
+
+LOSS_TYPES, LEVELS = ("grpo", "dapo", "dr_grpo"), ("token", "sequence")
+VARIANTS = list(itertools.product(LOSS_TYPES, LEVELS))
+
+
+@pytest.mark.parametrize("loss_type, level", VARIANTS)
+@pytest.mark.parametrize(
+    "with_reference, high, per_token",
+    [(True, 0.2, False), (False, 0.28, False), (True, 0.28, True)],
+)
+def test_loss_and_gradient_are_those_of_the_loops(
+    loss_type, level, with_reference, high, per_token
+):
+    logp, old_logp, ref_logp, advantages, mask = random_batch(per_token=per_token)
+    ref_logp = ref_logp if with_reference else None
+    logp.requires_grad_()
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9)
+    loss, metrics = grpo_loss(
+        logp,
+        old_logp,
+        ref_logp,
+        advantages,
+        mask,
+        epsilon=0.2,
+        epsilon_high=high,
+        beta=0.1,
+        **options,
+    )
+    slow = slow_grpo_loss(
+        logp, old_logp, ref_logp, advantages, mask, 0.2, high, 0.1, loss_type, level, 9
+    )
+    torch.testing.assert_close(loss, slow, atol=1e-12, rtol=0)
+    gradients = [torch.autograd.grad(x, logp, retain_graph=True)[0] for x in (loss, slow)]
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
+    assert gradients[0][~mask].abs().max() == 0
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_metrics_are_means_over_unmasked_tokens():
+    logp, old_logp, ref_logp, advantages, mask = random_batch()
+    _, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, mask)
+    tokens = [(i, t) for i in range(len(mask)) for t in range(mask.shape[1]) if mask[i, t]]
+    ratios = {x: math.exp(logp[x] - old_logp[x]) for x in tokens}
+    clipped = [
+        (r > 1.2 and advantages[i] > 0) or (r < 0.8 and advantages[i] < 0)
+        for (i, _), r in ratios.items()
+    ]
+    kl = [math.exp(ref_logp[x] - logp[x]) - (ref_logp[x] - logp[x]) - 1 for x in tokens]
+    assert 0 < sum(clipped) < len(tokens)
+    assert metrics["clip_fraction"].item() == pytest.approx(sum(clipped) / len(tokens))
+    assert metrics["ratio_mean"].item() == pytest.approx(sum(ratios.values()) / len(tokens))
+    assert metrics["kl"].item() == pytest.approx(sum(kl).item() / len(tokens))
+
+
+@pytest.mark.parametrize("loss_type, level", VARIANTS)
+def test_gradcheck_away_from_the_kinks(loss_type, level):
+    logp, old_logp, ref_logp, advantages, mask = random_batch()
+    ratio = importance_ratio(logp, old_logp, mask, level)
+    assert min((ratio[mask] - edge).abs().min() for edge in (0.8, 1.2)) > 1e-4
+
+    def loss(x):
+        options = dict(loss_type=loss_type, importance_sampling_level=level)
+        return grpo_loss(x, old_logp, ref_logp, advantages, mask, **options)[0]
+
+    assert torch.autograd.gradcheck(loss, logp.requires_grad_(), eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_type, level", VARIANTS)
+def test_on_policy_gradient_is_reinforce_with_the_group_as_baseline(loss_type, level):
+    logp, _, _, advantages, mask = random_batch()
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9)
+    loss, metrics = grpo_loss(logp.requires_grad_(), None, None, advantages, mask, **options)
+    (gradient,) = torch.autograd.grad(loss, logp)
+    normaliser = {
+        "grpo": 6 * mask.sum(1, keepdim=True).clamp(min=1),
+        "dapo": mask.sum(),
+        "dr_grpo": 6 * 9,
+    }
+    torch.testing.assert_close(gradient, -advantages[:, None] * mask / normaliser[loss_type])
+    assert metrics["ratio_mean"] == 1 and metrics["clip_fraction"] == 0 and metrics["kl"] == 0
+
+
+@pytest.mark.parametrize("loss_type, level", VARIANTS)
+@pytest.mark.parametrize("cuts", [1, 2, 4])
+def test_losses_of_micro_batches_add_up_to_the_loss_of_the_batch(loss_type, level, cuts):
+    batch = random_batch(n=8)
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9)
+    whole = grpo_loss(*batch, **options)[0]
+    totals = dict(num_sequences=8, num_tokens=batch[-1].sum())
+    parts = [
+        grpo_loss(*(x[i : i + 8 // cuts] for x in batch), **options, **totals)[0]
+        for i in range(0, 8, 8 // cuts)
+    ]
+    torch.testing.assert_close(sum(parts), whole, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("loss_type, level", VARIANTS)
+@pytest.mark.parametrize("under_the_mask", [0.0, math.inf, -math.inf, math.nan, 1e30])
+def test_nothing_under_the_mask_reaches_loss_or_gradient(loss_type, level, under_the_mask):
+    *logps, advantages, mask = random_batch()
+    results = []
+    for fill in (0.0, under_the_mask):
+        filled = [x.masked_fill(~mask, fill).requires_grad_() for x in logps]
+        options = dict(loss_type=loss_type, importance_sampling_level=level)
+        loss, metrics = grpo_loss(*filled, advantages, mask, **options)
+        results.append([loss, *torch.autograd.grad(loss, filled[0]), *metrics.values()])
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_that_is_all_masked_gives_zero():
+    logp, old_logp, ref_logp, advantages, mask = random_batch()
+    for loss_type in LOSS_TYPES:
+        loss, metrics = grpo_loss(
+            logp, old_logp, ref_logp, advantages, mask & False, loss_type=loss_type
+        )
+        assert loss == 0 and all(value == 0 for value in metrics.values())
+
+
+def test_half_precision_logps_give_a_float32_loss():
+    logp, old_logp, ref_logp, advantages, mask = random_batch()
+    half = [x.bfloat16() for x in (logp, old_logp, ref_logp)]
+    loss = grpo_loss(*half, advantages.float(), mask)[0]
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(
+        loss, grpo_loss(*(x.float() for x in half), advantages.float(), mask)[0]
+    )
+    far_off = kl_k3(torch.tensor([-30.0]).bfloat16(), torch.tensor([-5.0]).bfloat16())
+    assert far_off.item() == pytest.approx(math.exp(25) - 26, rel=1e-6)
+
+
+def test_k3_is_an_unbiased_estimate_of_the_divergence():
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    k3 = kl_k3(policy.log(), reference.log())
+    assert (policy * k3).sum().item() == pytest.approx(
+        (policy * (policy / reference).log()).sum().item(), rel=1e-5
+    )
+    assert (k3 >= 0).all() and kl_k3(
+        torch.tensor(-1.0), torch.tensor(-1.0 - 1e-4)
+    ).item() == pytest.approx(5e-9, rel=1e-2)
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_advantages_are_those_of_the_loop(scale_rewards):
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    everything = rewards.tolist()
+    expected = []
+    for start in range(0, 12, 4):
+        group = everything[start : start + 4]
+        mean = sum(group) / 4
+        of = group if scale_rewards == "group" else everything
+        middle = sum(of) / len(of)
+        std = math.sqrt(sum((r - middle) ** 2 for r in of) / (len(of) - 1))
+        expected += [(r - mean) / (1 if scale_rewards == "none" else std + 1e-8) for r in group]
+    found = group_advantages(rewards, 4, scale_rewards)
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0
+    )
+
+
+@pytest.mark.parametrize("num_rewards, num_generations", [(4, 1), (4, 0), (5, 2), (4, 8)])
+def test_advantages_want_groups_of_two_or_more(num_rewards, num_generations):
+    with pytest.raises(ValueError, match="groups"):
+        group_advantages(torch.zeros(num_rewards), num_generations)
+
+
+@pytest.mark.parametrize("option", ["loss_type", "importance_sampling_level"])
+def test_unknown_variants_are_errors(option):
+    with pytest.raises(ValueError, match=option):
+        grpo_loss(*random_batch(), **{option: "x"})
+
+
+def test_pure_functions_leave_their_inputs_alone():
+    logp, old_logp, ref_logp, advantages, mask = batch = random_batch()
+    rewards, ids = torch.randn(8), torch.randint(0, 3, (4, 6))
+    before = copy.deepcopy([*batch, rewards, ids])
+    for loss_type, level in VARIANTS:
+        grpo_loss(*batch, loss_type=loss_type, importance_sampling_level=level)
+    kl_k3(logp, ref_logp), clipped_surrogate(logp, old_logp, advantages, mask=mask)
+    group_advantages(rewards, 4), completion_mask(ids, [2]), sample(logp), sample(logp, 0.5, 0.9, 2)
+    assert all(torch.equal(x, y) for x, y in zip(before, [*batch, rewards, ids]))
+
+
+# --------------------------------------------------------------------------------------- log-probs
+
+
+def tiny_model(kind, seed=0, **options):
+    """A random model of a real architecture, small enough for loops."""
+    shape = dict(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    shape |= dict(
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
+    configs = {
+        "qwen2": lambda: transformers.Qwen2Config(**shape, tie_word_embeddings=True),
+        "untied": lambda: transformers.Qwen2Config(**shape, tie_word_embeddings=False),
+        "llama": lambda: transformers.LlamaConfig(**shape),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=40,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            eos_token_id=1,
+            initializer_range=0.3,
+        ),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **shape, head_dim=8, sliding_window=4, query_pre_attn_scalar=8
+        ),
+        "cohere": lambda: transformers.CohereConfig(**shape, logit_scale=0.25),
+        "mistral": lambda: transformers.MistralConfig(**shape, sliding_window=3),
+        "mamba": lambda: transformers.MambaConfig(
+            vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4
+        ),
+    }
+    torch.manual_seed(seed)
+    config = configs[kind]()
+    for name, value in options.items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def ragged_batch(num_generations=3, seed=0):
+    """Two left-padded prompts of 5 and 3 tokens, completions of 1 to 6 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt_ids = torch.randint(2, 40, (2, 5), generator=generator)
+    prompt_mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool()
+    completion_ids = torch.randint(2, 40, (2 * num_generations, 6), generator=generator)
+    lengths = torch.randint(1, 7, (2 * num_generations, 1), generator=generator)
+    lengths[0] = 6
+    return prompt_ids, prompt_mask, completion_ids, torch.arange(6) < lengths
+
+
+def slow_logprobs(model, prompt_ids, prompt_mask, completion_ids, mask, temperature):
+    """One unpadded forward for each completion."""
+    result = torch.zeros(mask.shape)
+    rows = []
+    for i in range(len(mask)):
+        prompt = i // (len(mask) // len(prompt_ids))
+        prompt_tokens = prompt_ids[prompt][prompt_mask[prompt]]
+        tokens = completion_ids[i][mask[i]]
+        logits = model(torch.cat([prompt_tokens, tokens])[None]).logits[0] / temperature
+        predictions = logits[len(prompt_tokens) - 1 : -1].log_softmax(-1)
+        row = torch.stack([predictions[t, token] for t, token in enumerate(tokens)])
+        rows.append(torch.cat([row, result[i, len(tokens) :]]))
+    return torch.stack(rows)
+
+
+FAST = {
+    "qwen2": True,
+    "untied": True,
+    "llama": True,
+    "gpt2": True,
+    "mistral": True,
+    "gemma2": False,
+    "cohere": False,
+}
+
+
+@pytest.mark.parametrize("kind, fast", [*FAST.items(), ("qwen2", False), ("gpt2", False)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_logprobs_are_those_of_one_unpadded_forward_per_row(kind, temperature, fast):
+    model, batch = tiny_model(kind), ragged_batch()
+    before = copy.deepcopy(batch)
+    weights = torch.randn(batch[-1].shape, generator=torch.Generator().manual_seed(1))
+    results = []
+    for logp in (
+        slow_logprobs(model, *batch, temperature),
+        token_logprobs(model, *batch, temperature, fast=fast),
+    ):
+        assert logp.dtype == torch.float32 and logp[~batch[-1]].abs().max() == 0
+        gradients = torch.autograd.grad(
+            (logp * weights).sum(), list(model.parameters()), allow_unused=True
+        )
+        results.append([logp, *(g for g in gradients if g is not None)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    assert all(torch.equal(x, y) for x, y in zip(before, batch))
+
+
+def test_log_probs_of_a_large_vocabulary_in_chunks(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 6, generator=generator, dtype=torch.float64).requires_grad_()
+        for n in (7, 30)
+    )
+    ids, scale = (
+        torch.randint(0, 30, (7,), generator=generator),
+        torch.randn(7, generator=generator, dtype=torch.float64),
+    )
+    plain = (hidden @ weight.t() / 0.7).log_softmax(1)[torch.arange(7), ids]
+    expected = [plain, *torch.autograd.grad((plain * scale).sum(), (hidden, weight))]
+    for chunk in (1, 40, 64, 10_000):  # from one logit at a time to all at once
+        monkeypatch.setattr(grpo.LogProbs, "CHUNK", chunk)
+        logp = grpo.LogProbs.apply(hidden, weight, ids, 0.7)
+        found = [logp, *torch.autograd.grad((logp * scale).sum(), (hidden, weight))]
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, atol=1e-12, rtol=0)
+
+
+def test_padding_changes_nothing():
+    model, (prompt_ids, prompt_mask, completion_ids, mask) = tiny_model("qwen2"), ragged_batch()
+    wide = (
+        torch.cat([torch.full((2, 4), 7), prompt_ids], 1),
+        torch.cat([torch.zeros(2, 4, dtype=bool), prompt_mask], 1),
+    )
+    long = (
+        torch.cat([completion_ids, torch.full((6, 3), 9)], 1),
+        torch.cat([mask, torch.zeros(6, 3, dtype=bool)], 1),
+    )
+    expected = token_logprobs(model, prompt_ids, prompt_mask, completion_ids, mask)
+    torch.testing.assert_close(
+        token_logprobs(model, *wide, *long)[:, :6], expected, atol=1e-5, rtol=1e-5
+    )
+    for x, y in zip(grpo.crop(*wide, *long), (prompt_ids, prompt_mask, completion_ids, mask)):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kind, holds", [*FAST.items(), ("mamba", False)])
+def test_the_fast_path_is_refused_to_models_that_it_would_get_wrong(kind, holds):
+    assert fast_path_holds(tiny_model(kind)) is holds
+    assert fast_path_holds(tiny_model(kind, initializer_range=0.01).bfloat16()) is holds
+
+
+def test_gradient_checkpointing_changes_no_number():
+    batch, results = ragged_batch(), []
+    for checkpointed in (False, True):
+        model = tiny_model("qwen2")
+        calls = []
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        if checkpointed:
+            grpo.checkpoint_layers(model)
+        logp = token_logprobs(model, *batch)
+        results.append([logp, *torch.autograd.grad(logp.sum(), list(model.parameters()))])
+        assert len(calls) == (
+            8 if checkpointed else 4
+        )  # 2 layers, prompts and completions, again in backward
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y)
+
+
+# ---------------------------------------------------------------------------------------- sampling
+
+
+def test_sample_draws_from_the_softmax():
+    """Pearson's chi-square over 300 words, more than two blocks of 128. Were it exact, 1 seed in 10,000 would fail."""
+    torch.manual_seed(0)
+    logits = 1.5 * torch.randn(300)
+    draws = sample(logits.expand(200_000, 300).contiguous(), temperature=1.3)
+    expected = 200_000 * (logits / 1.3).softmax(0)
+    statistic = ((draws.bincount(minlength=300) - expected) ** 2 / expected).sum().item()
+    degrees = 299  # Wilson and Hilferty's approximation of the quantile at 1 - 1e-4
+    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+def test_sample_of_truncated_distributions():
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log().expand(2000, 4)
+    assert set(sample(logits, top_k=2).tolist()) == {0, 1}
+    assert set(sample(logits, top_p=0.8).tolist()) == {0, 1, 2}
+    assert set(sample(logits).tolist()) == {0, 1, 2, 3}
+    assert set(sample(logits, temperature=0).tolist()) == {0}
+
+
+def test_greedy_generation_is_that_of_transformers():
+    model, (prompt_ids, prompt_mask, *_) = tiny_model("qwen2"), ragged_batch()
+    ours = generate(model, prompt_ids, prompt_mask, 1, 12, [1], temperature=0)
+    kwargs = dict(max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+    theirs = model.generate(prompt_ids, attention_mask=prompt_mask.long(), **kwargs)[:, 5:]
+    assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "gemma2"])
+def test_samples_come_from_the_policy(kind):
+    """The sampler's tokens against the probabilities of one unpadded forward: the first two tokens of
+    20,000 completions of each prompt, by chi-square. Were it exact, 1 seed in 10,000 would fail."""
+    model, (prompt_ids, prompt_mask, *_) = (
+        tiny_model(kind, vocab_size=6, initializer_range=0.2),
+        ragged_batch(),
+    )
+    prompt_ids, num_samples = prompt_ids % 6, 20_000
+    torch.manual_seed(0)
+    ids = generate(model, prompt_ids, prompt_mask, num_samples, 2, [1], temperature=1.2)
+    for prompt in range(2):
+        tokens = prompt_ids[prompt][prompt_mask[prompt]]
+        with torch.no_grad():
+            first = (model(tokens[None]).logits[0, -1] / 1.2).softmax(0)
+            both = torch.stack([torch.cat([tokens, torch.tensor([i])]) for i in range(6)])
+            second = (model(both).logits[:, -1] / 1.2).softmax(1)
+        second[1] = torch.tensor([1.0, 0, 0, 0, 0, 0])  # after the EOS: pad
+        expected = num_samples * (first[:, None] * second).flatten()
+        pairs = ids[prompt * num_samples : (prompt + 1) * num_samples]
+        counts = (pairs[:, 0] * 6 + pairs[:, 1]).bincount(minlength=36)
+        possible = expected > 0
+        assert counts[~possible].sum() == 0
+        statistic = ((counts - expected) ** 2 / expected)[possible].sum().item()
+        assert (
+            statistic < 68
+        )  # the quantile of chi-square at 1 - 1e-4 with 30 degrees of freedom is 67.6
+
+
+def test_a_finished_row_is_padded_and_does_not_disturb_the_others():
+    model, (prompt_ids, prompt_mask, *_) = tiny_model("qwen2"), ragged_batch()
+    torch.manual_seed(3)
+    ids = generate(model, prompt_ids, prompt_mask, 50, 10, [1, 2, 3], pad_token_id=39)
+    mask = completion_mask(ids, [1, 2, 3])
+    lengths = mask.sum(1)
+    assert len(set(lengths.tolist())) > 4 and lengths.max() == ids.shape[1]
+    assert (ids[~mask] == 39).all()
+    logp = token_logprobs(model, prompt_ids, prompt_mask, ids, mask)
+    torch.testing.assert_close(
+        logp, slow_logprobs(model, prompt_ids, prompt_mask, ids, mask, 1.0), atol=1e-4, rtol=1e-3
+    )
+
+
+def test_generation_stops_when_all_rows_have():
+    model = tiny_model("qwen2")
+    ids = generate(model, *ragged_batch()[:2], 4, 50, list(range(40)))
+    assert ids.shape == (8, 1)
+
+
+def save_model(path, generation_config=None):
+    """A folder with a tiny Qwen2 and a character tokenizer, for everything that takes --model."""
+    model, tokenizer = grpo.tiny_model(0, torch.float32)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    if generation_config:
+        Path(path, "generation_config.json").write_text(json.dumps(generation_config))
+    return path
+
+
+HOSTILE = dict(
+    do_sample=True, temperature=0.01, top_p=0.1, top_k=1, repetition_penalty=50.0, min_new_tokens=5
+)
+HOSTILE |= dict(
+    no_repeat_ngram_size=1,
+    suppress_tokens=[5, 6],
+    max_new_tokens=3,
+    eos_token_id=[0, 7],
+    num_beams=4,
+)
+
+
+def test_sampling_heeds_nothing_of_a_hostile_generation_config_but_its_eos(tmp_path):
+    completions = []
+    for name, extra in (("kind", dict(eos_token_id=[0, 7])), ("hostile", HOSTILE)):
+        path = save_model(tmp_path / name, extra)
+        config = Config(model=str(path), max_completion_length=20, dtype="float32")
+        model, tokenizer, eos_token_ids = grpo.load_model(config, torch.device("cpu"))
+        assert eos_token_ids == [0, 7]
+        torch.manual_seed(0)
+        prompt_ids, prompt_mask = grpo.pad([tokenizer("1+1=")["input_ids"]], 0, "left", "cpu")
+        completions.append(generate(model, prompt_ids, prompt_mask, 200, 20, eos_token_ids))
+    assert completions[0].tolist() == completions[1].tolist()
+    assert len(set(map(tuple, completions[0].tolist()))) > 150  # nowhere near greedy
+
+
+# ------------------------------------------------------------------------------------------ update
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        num_prompts, size = (int(torch.randint(1, 9, (), generator=generator)) for _ in range(2))
+        prompts = torch.randint(1, 30, (num_prompts,), generator=generator)
+        completions = torch.randint(1, 30, (num_prompts * size,), generator=generator)
+        for budget in (1, 40, 100, 300, 10_000):
+            cut = cut_micro_batches(prompts, completions, size, budget)
+            assert sorted(torch.cat([rows for _, rows in cut]).tolist()) == list(
+                range(num_prompts * size)
+            )
+            for prompt_index, rows in cut:
+                group = len(rows) // len(prompt_index)
+                assert (rows // size == prompt_index.repeat_interleave(group)).all()
+                tokens = (
+                    len(prompt_index) * prompts[prompt_index].max()
+                    + len(rows) * completions[rows].max()
+                )
+                assert tokens <= budget or len(rows) == 1
+            assert len(cut) == 1 or budget < 10_000
+
+
+def test_micro_batches_are_sorted_by_length():
+    lengths = torch.tensor([9, 1, 8, 1, 1, 9, 1, 8])
+    cut = cut_micro_batches(torch.tensor([1, 1, 1, 1]), lengths, 2, 22)
+    assert [sorted(lengths[rows].tolist()) for _, rows in cut] == [[1, 9], [1, 9], [1, 8], [1, 8]]
+    cut = cut_micro_batches(torch.tensor([1, 1, 1, 1]), lengths, 2, 10)
+    assert [lengths[rows].tolist() for _, rows in cut] == [[9], [9], [8], [8], [1, 1, 1, 1]]
+
+
+def on_policy_batch(model, num_generations=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batch = ragged_batch(num_generations, seed)
+    return batch, torch.randn(2 * num_generations, generator=generator)
+
+
+def gradient_of_update(config, model, reference, batch, advantages):
+    """What `update` hands to the optimizer."""
+    optimizer = MasterAdamW(model)
+    seen = []
+    step = optimizer.step
+    optimizer.step = lambda *args: (
+        seen.append([p.grad.clone() for p in optimizer.params]),
+        step(*args),
+    )[1]
+    metrics = grpo.update(model, reference, optimizer, config, 1e-3, batch, advantages, True)
+    return seen, metrics
+
+
+@pytest.mark.parametrize("loss_type, level", VARIANTS)
+@pytest.mark.parametrize("budget", [24, 60, 10_000])
+def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(loss_type, level, budget):
+    options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=6)
+    config = Config(num_generations=4, micro_batch_tokens=budget, beta=0.1, **options)
+    model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
+    batch, advantages = on_policy_batch(model)
+    logp = slow_logprobs(model, *batch, 1.0)
+    with torch.no_grad():
+        ref_logp = slow_logprobs(reference, *batch, 1.0)
+    loss, metrics = grpo_loss(logp, None, ref_logp, advantages, batch[-1], beta=0.1, **options)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    (found,), found_metrics = gradient_of_update(config, model, reference, batch, advantages)
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-3)
+    assert found_metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert found_metrics["kl"] == pytest.approx(metrics["kl"].item(), rel=1e-4)
+    assert found_metrics["ratio_mean"] == 1
+
+
+def test_later_iterations_keep_the_log_probs_of_the_first():
+    config = Config(
+        num_generations=4, num_iterations=3, micro_batch_tokens=30, beta=0.1, max_grad_norm=0.5
+    )
+    model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
+    batch, advantages = on_policy_batch(model)
+    slow, adamw = copy.deepcopy(model), None
+    with torch.no_grad():
+        old_logp, ref_logp = slow_logprobs(slow, *batch, 1.0), slow_logprobs(reference, *batch, 1.0)
+    adamw = torch.optim.AdamW(slow.parameters(), lr=1e-3, weight_decay=0.0)
+    kls = []
+    for _ in range(3):
+        adamw.zero_grad()
+        loss, metrics = grpo_loss(
+            slow_logprobs(slow, *batch, 1.0), old_logp, ref_logp, advantages, batch[-1], beta=0.1
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(slow.parameters(), 0.5)
+        adamw.step()
+        kls.append(metrics["kl"].item())
+    metrics = grpo.update(
+        model, reference, MasterAdamW(model), config, 1e-3, batch, advantages, True
+    )
+    for x, y, start in zip(model.parameters(), slow.parameters(), tiny_model("qwen2").parameters()):
+        assert (x - y).norm() < 0.02 * (y - start).norm()
+    assert metrics["kl"] == pytest.approx(sum(kls) / 3, rel=1e-3)
+    assert metrics["ratio_mean"] != 1
+
+
+def test_groups_without_advantage_are_left_out_only_where_that_is_exact():
+    model = tiny_model("qwen2")
+    batch, advantages = on_policy_batch(model)
+    advantages[:4] = 0
+    calls, original = [], grpo.token_logprobs
+    for reference in (None, tiny_model("qwen2", seed=1)):
+        config = Config(num_generations=4, beta=0.1 if reference else 0.0)
+        logp = slow_logprobs(model, *batch, 1.0)
+        ref_logp = slow_logprobs(reference, *batch, 1.0).detach() if reference else None
+        expected = torch.autograd.grad(
+            grpo_loss(logp, None, ref_logp, advantages, batch[-1], beta=0.1)[0],
+            list(model.parameters()),
+        )
+        grpo.token_logprobs = lambda *args, **kwargs: (
+            calls.append(len(args[3])),
+            original(*args, **kwargs),
+        )[1]
+        try:
+            (found,), _ = gradient_of_update(
+                config, copy.deepcopy(model), reference, batch, advantages
+            )
+        finally:
+            grpo.token_logprobs = original
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-3)
+    assert calls == [4, 8, 8]  # the live group alone; all rows of the reference and of the policy
+    (found,), metrics = gradient_of_update(
+        Config(num_generations=4, beta=0.0), model, None, batch, 0 * advantages
+    )
+    assert all(g.abs().max() == 0 for g in found) and metrics["grad_norm"] == 0
+
+
+def test_bfloat16_training_at_a_small_learning_rate_moves_the_masters_as_float32_does():
+    """300 steps of 1e-6 with one and the same gradient: bfloat16 weights alone would not move at all."""
+    single = tiny_model("qwen2")
+    for p in single.parameters():
+        p.data = p.data.bfloat16().float()
+    half, naive = (copy.deepcopy(single).bfloat16() for _ in range(2))
+    start = copy.deepcopy(single)
+    optimizers = [MasterAdamW(single), MasterAdamW(half)]
+    plain = torch.optim.AdamW(naive.parameters(), lr=1e-6, weight_decay=0)
+    for step in range(300):
+        generator = torch.Generator().manual_seed(step // 30)
+        gradients = [
+            torch.randn(p.shape, generator=generator).bfloat16() for p in single.parameters()
+        ]
+        for model in (single, half, naive):
+            for p, g in zip(model.parameters(), gradients):
+                p.grad = g.to(p.dtype)
+        [optimizer.step(1e-6) for optimizer in optimizers]
+        plain.step()
+    assert all(m.dtype == torch.float32 for m in optimizers[1].masters)
+    for p, master, h, s in zip(
+        single.parameters(), optimizers[1].masters, half.parameters(), start.parameters()
+    ):
+        torch.testing.assert_close(master, p.data, atol=0, rtol=0)
+        assert torch.equal(h.data, master.bfloat16())
+        assert (master - s).abs().max() > 1e-5
+    moved = [
+        (a.data.float() != b.data).sum().item()
+        for a, b in zip(naive.parameters(), start.parameters())
+    ]
+    moved_half = [
+        (a.data.float() != b.data).sum().item()
+        for a, b in zip(half.parameters(), start.parameters())
+    ]
+    assert sum(moved) < 0.2 * sum(moved_half)
+
+
+@pytest.mark.parametrize(
+    "micro_batch_tokens, dtype", [(10_000, torch.bfloat16), (24, torch.float32)]
+)
+def test_gradients_of_several_micro_batches_are_summed_in_float32(micro_batch_tokens, dtype):
+    model = tiny_model("qwen2").bfloat16()
+    batch, advantages = on_policy_batch(model)
+    config = Config(num_generations=4, micro_batch_tokens=micro_batch_tokens, beta=0.0)
+    (gradients,), _ = gradient_of_update(config, model, None, batch, advantages)
+    assert {g.dtype for g in gradients} == {dtype}
+
+
+def test_gradient_clipping_is_that_of_torch():
+    for scale in (1e-3, 10.0):
+        model = tiny_model("qwen2")
+        other = copy.deepcopy(model)
+        for p, q in zip(model.parameters(), other.parameters()):
+            p.grad = scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+            q.grad = p.grad.clone()
+        norm = MasterAdamW(model).step(1e-2, 1.0)
+        assert norm == pytest.approx(
+            torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0).item(), rel=1e-5
+        )
+        torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0).step()
+        for p, q in zip(model.parameters(), other.parameters()):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_stops_and_leaves_the_weights(broken):
+    model = tiny_model("qwen2")
+    batch, advantages = on_policy_batch(model)
+    before, optimizer = copy.deepcopy(model), MasterAdamW(model)
+    advantages[0] = broken
+    with pytest.raises(Error, match="weights are as they were"):
+        grpo.update(
+            model,
+            None,
+            optimizer,
+            Config(num_generations=4, beta=0.0),
+            1e-3,
+            batch,
+            advantages,
+            True,
+        )
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters()))
+
+
+def test_dropout_is_off(tmp_path):
+    model, tokenizer = grpo.tiny_model(0, torch.float32)
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, *_ = grpo.load_model(Config(model=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    batch = ragged_batch()
+    assert torch.equal(token_logprobs(model, *batch), token_logprobs(model, *batch))
+
+
+def test_the_dtype_is_the_one_asked_for(tmp_path):
+    for stored in (torch.float32, torch.bfloat16):
+        model, tokenizer = grpo.tiny_model(0, stored)
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        for asked in ("float32", "bfloat16"):
+            model, *_ = grpo.load_model(
+                Config(model=str(tmp_path), dtype=asked), torch.device("cpu")
+            )
+            assert model.dtype == getattr(torch, asked)
+            assert all(m.dtype == torch.float32 for m in MasterAdamW(model).masters)
