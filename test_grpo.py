@@ -6,6 +6,8 @@ import copy
 import itertools
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from grpo import (
     grpo_loss,
     importance_ratio,
     kl_k3,
+    parse_args,
     sample,
     token_logprobs,
 )
@@ -659,7 +662,7 @@ def test_gradient_checkpointing_changes_no_number():
         model = tiny_model("qwen2")
         calls = []
         for layer in model.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+            layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         if checkpointed:
             grpo.checkpoint_layers(model)
         logp = token_logprobs(model, *batch)
@@ -825,16 +828,23 @@ def on_policy_batch(model, num_generations=4, seed=0):
     return batch, torch.randn(2 * num_generations, generator=generator)
 
 
+def frozen(model, temperature=1.0):
+    """The reference that `update` takes."""
+    return model and (lambda *batch: grpo.token_logprobs(model, *batch, temperature).detach())
+
+
 def gradient_of_update(config, model, reference, batch, advantages):
     """What `update` hands to the optimizer."""
     optimizer = MasterAdamW(model)
     seen = []
     step = optimizer.step
     optimizer.step = lambda *args: (
-        seen.append([p.grad.clone() for p in optimizer.params]),
+        seen.append([optimizer.sums.get(p, p.grad).clone() for p in optimizer.params]),
         step(*args),
     )[1]
-    metrics = grpo.update(model, reference, optimizer, config, 1e-3, batch, advantages, True)
+    metrics = grpo.update(
+        model, frozen(reference), optimizer, config, 1e-3, batch, advantages, True
+    )
     return seen, metrics
 
 
@@ -879,7 +889,7 @@ def test_later_iterations_keep_the_log_probs_of_the_first():
         adamw.step()
         kls.append(metrics["kl"].item())
     metrics = grpo.update(
-        model, reference, MasterAdamW(model), config, 1e-3, batch, advantages, True
+        model, frozen(reference), MasterAdamW(model), config, 1e-3, batch, advantages, True
     )
     for x, y, start in zip(model.parameters(), slow.parameters(), tiny_model("qwen2").parameters()):
         assert (x - y).norm() < 0.02 * (y - start).norm()
@@ -938,12 +948,11 @@ def test_bfloat16_training_at_a_small_learning_rate_moves_the_masters_as_float32
                 p.grad = g.to(p.dtype)
         [optimizer.step(1e-6) for optimizer in optimizers]
         plain.step()
-    assert all(m.dtype == torch.float32 for m in optimizers[1].masters)
-    for p, master, h, s in zip(
-        single.parameters(), optimizers[1].masters, half.parameters(), start.parameters()
-    ):
-        torch.testing.assert_close(master, p.data, atol=0, rtol=0)
-        assert torch.equal(h.data, master.bfloat16())
+    masters = optimizers[1].masters()
+    models = single.parameters(), half.parameters(), start.parameters()
+    for master, p, h, s in zip(masters, *models):
+        assert master.dtype == torch.float32 and torch.equal(master, p.data)
+        assert ((h.data.float() - master).abs() <= (master.bfloat16().float() - master).abs()).all()
         assert (master - s).abs().max() > 1e-5
     moved = [
         (a.data.float() != b.data).sum().item()
@@ -1023,4 +1032,469 @@ def test_the_dtype_is_the_one_asked_for(tmp_path):
                 Config(model=str(tmp_path), dtype=asked), torch.device("cpu")
             )
             assert model.dtype == getattr(torch, asked)
-            assert all(m.dtype == torch.float32 for m in MasterAdamW(model).masters)
+            assert all(m.dtype == torch.float32 for m in MasterAdamW(model).masters())
+
+
+# --------------------------------------------------------------------------- options, prompts, rewards
+
+
+def refusal(*words):
+    """The message of a command line that must end in one line and an exit code that is not 0."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", ["grpo.py", *words])
+        grpo.main()
+    assert (
+        isinstance(stop.value.code, str) and "\n" not in stop.value.code
+    )  # printed, and exit code 1
+    return stop.value.code
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_generations", 1), ("prompts_per_step", 0), ("max_prompt_length", 0), ("temperature", 0.0),
+        ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1), ("beta", -0.1),
+        ("beta", math.inf), ("epsilon", 1.5), ("epsilon_high", -1.0), ("num_iterations", 0),
+        ("learning_rate", math.nan), ("learning_rate", -1.0), ("max_grad_norm", 0.0), ("seed", -1),
+        ("micro_batch_tokens", 0), ("loss_type", "ppo"), ("scale_rewards", "row"), ("dtype", "int8"),
+        ("importance_sampling_level", "word"), ("prompt_template", "no place for it"),
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_named(name, value):
+    with pytest.raises(Error, match="--" + name.replace("_", "-")):
+        Config(**{name: value})
+
+
+def test_tiny_has_defaults_of_its_own_and_what_the_user_types_wins():
+    assert parse_args([]).learning_rate == grpo.TINY["learning_rate"] != Config().learning_rate
+    assert parse_args(["--learning-rate", "0.5", "--max-steps", "7"]).learning_rate == 0.5
+    assert parse_args(["--model", "x"]) == Config(model="x")
+    config = parse_args(["--reward", "accuracy", "format=0.5", "--no-gradient-checkpointing"])
+    assert config.reward == ("accuracy", "format=0.5") and not config.gradient_checkpointing
+
+
+def test_every_option_of_the_contract_exists_with_its_default():
+    config = Config()
+    assert (config.num_generations, config.prompts_per_step, config.max_steps) == (8, 8, 200)
+    assert (config.max_prompt_length, config.max_completion_length, config.num_iterations) == (
+        512,
+        512,
+        1,
+    )
+    assert (config.temperature, config.top_p, config.top_k) == (1, 1, 0)
+    assert (config.beta, config.epsilon, config.epsilon_high) == (0.04, 0.2, None)
+    assert (config.learning_rate, config.warmup_steps, config.max_grad_norm) == (1e-6, 10, 1.0)
+    assert (config.weight_decay, config.seed, config.sft_steps, config.save_every) == (0, 0, 0, 0)
+    assert (config.loss_type, config.scale_rewards, config.reward) == (
+        "grpo",
+        "group",
+        ("accuracy",),
+    )
+
+
+ROWS = [  # a line of data, its prompt, its gold answer
+    ({"question": "1+1?", "answer": "one and one\n#### 1,002"}, "1+1?", "1,002"),
+    ({"problem": "1+1?", "solution": r"so \boxed{2}", "level": 5}, "1+1?", "2"),
+    ({"prompt": "1+1?", "answer": 2}, "1+1?", "2"),
+    ({"prompt": "1+1?", "answer": 0}, "1+1?", "0"),
+    ({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}, [{"role": "user", "content": "1+1?"}], "2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, prompt, gold", ROWS)
+def test_data_in_the_usual_forms(tmp_path, row, prompt, gold):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row) + "\n\n", encoding="utf-8")
+    (found,) = grpo.read_rows(str(path), needs_answer=True)
+    assert found["prompt"] == prompt and grpo.gold_answer(found["answer"]) == gold
+    assert found.get("level") == row.get("level")
+
+
+BAD_DATA = {  # what is wrong -> lines of the file, and what the message names
+    "empty": (b"", "empty"),
+    "blank": (b"\n \n", "empty"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "data.jsonl"),
+    "malformed": (b'{"prompt": "a", "answer": "1"}\n{"prompt": ', "line 2"),
+    "no object": (b"[1]", "line 1"),
+    "no question": (b'{"answer": "1"}', "line 1.*question"),
+    "a number for a question": (b'{"prompt": 5, "answer": "1"}', "line 1"),
+    "messages without content": (b'{"prompt": [{"role": "user"}], "answer": "1"}', "line 1"),
+    "no answer": (b'{"prompt": "a", "answer": "1"}\n\n{"prompt": "a"}', "line 3.*answer"),
+    "empty answer": (b'{"prompt": "a", "answer": " "}', "line 1.*answer"),
+    "unclosed box": (b'{"prompt": "a", "solution": "so \\\\boxed{1"}', "line 1.*answer"),
+    "deep": (b'{"prompt": ' + b"[" * 100_000, "line 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_wrong_data_is_named_by_file_and_line(tmp_path, name):
+    content, message = BAD_DATA[name]
+    (tmp_path / "data.jsonl").write_bytes(content)
+    with pytest.raises(Error, match=f"data.jsonl.*{message}|{message}"):
+        grpo.read_rows(str(tmp_path / "data.jsonl"), needs_answer=True)
+    if "answer" in message:  # which only the accuracy reward wants
+        assert grpo.read_rows(str(tmp_path / "data.jsonl"), needs_answer=False)
+
+
+def test_held_out_prompts_are_never_trained_on():
+    train_rows, eval_rows = grpo.load_data(Config(), True)
+    assert len(train_rows) == 450 and len(eval_rows) == 50
+    assert not {row["prompt"] for row in eval_rows} & {row["prompt"] for row in train_rows}
+    assert len(grpo.load_data(Config(model="other"), True)[1]) == 64
+    assert grpo.load_data(Config(eval_every=0), True)[1] == []
+
+
+def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
+    rows = list(range(10))
+    steps = [grpo.prompt_batch(rows, step, 4, seed=3) for step in range(1, 6)]
+    assert sorted(sum(steps, [])) == sorted(2 * rows)
+    assert sorted(sum(steps, [])[:10]) == rows and sum(steps, [])[:10] != sum(steps, [])[10:]
+    assert (
+        grpo.prompt_batch(rows, 4, 4, seed=3) == steps[3] != grpo.prompt_batch(rows, 4, 4, seed=4)
+    )
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def run_of(config, rewards=None, template=None, eos="<eos>"):
+    """A Run of the tiny model, its tokenizer with the two tokens of ChatML."""
+    model, tokenizer = grpo.tiny_model(0, torch.float32)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    eos_token_ids = [tokenizer.convert_tokens_to_ids(eos)]
+    rewards = rewards or grpo.load_rewards(config.reward)
+    return grpo.Run(config, torch.device("cpu"), rewards, model, tokenizer, eos_token_ids, True)
+
+
+@pytest.mark.parametrize(
+    "template, eos, option, is_chat",
+    [
+        (None, "<eos>", "auto", False),
+        (CHATML, "<eos>", "auto", False),  # Qwen2-Math base: a template that it never saw
+        (CHATML, "<|im_end|>", "auto", True),  # an instruct model
+        (CHATML, "<|im_end|>", "off", False),
+        (CHATML, "<eos>", "on", True),
+    ],
+)
+def test_a_chat_template_is_used_where_its_end_of_turn_stops_the_model(
+    template, eos, option, is_chat
+):
+    run = run_of(Config(chat_template=option, prompt_template="{question}"), None, template, eos)
+    (row,) = grpo.encode_prompts([{"prompt": "1+1="}], run)
+    chat = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    assert row["text"] == (chat if is_chat else "1+1=")
+    assert run.tokenizer.decode(row["ids"]) == row["text"]
+
+
+def test_prompts_are_rendered_with_template_and_system_prompt():
+    rows = [{"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "2+2="}]}]
+    texts = [
+        row["text"] for row in grpo.encode_prompts(rows, run_of(Config(system_prompt="be brief")))
+    ]
+    assert texts[0].startswith("be brief\n1+1=\n") and texts[0].endswith("\\boxed{}.\n")
+    assert texts[1] == "be brief\n2+2="  # a conversation is left as it is
+    config = Config(prompt_template="q: {question} a:", reward=("format",))
+    assert grpo.encode_prompts(rows[:1], run_of(config))[0]["text"] == "q: 1+1= a:"
+    assert grpo.encode_prompts(rows[:1], run_of(Config(reward=("format",))))[0]["text"] == "1+1="
+
+
+def test_over_long_prompts_are_left_out_and_counted(capsys):
+    run = run_of(Config(max_prompt_length=4, prompt_template="{question}"))
+    rows = grpo.encode_prompts([{"prompt": "1+1="}, {"prompt": "10+1="}, {"prompt": ""}], run)
+    assert [row["text"] for row in rows] == ["1+1="]
+    assert "left out 2 of 3 prompts" in capsys.readouterr().out
+
+
+REWARD_FILE = """
+def length(prompts, completions, **columns):
+    return [float(len(c)) for c in completions]
+
+def sees_everything(prompts, completions, completion_ids, answer, level, **kwargs):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer) == len(level)
+    return [float(len(ids) + lv) for ids, lv in zip(completion_ids, level)]
+
+def tensor(prompts, completions, **columns):
+    import torch
+    return torch.ones(len(prompts))
+
+def half_judged(prompts, completions, **columns):
+    return [None if i % 2 else 1.0 for i in range(len(prompts))]
+
+def nothing(prompts, completions, **columns):
+    return [None] * len(prompts)
+
+def nan(prompts, completions, **columns):
+    return [float("nan")] * len(prompts)
+
+def too_few(prompts, completions, **columns):
+    return [1.0]
+
+def words(prompts, completions, **columns):
+    return ["good"] * len(prompts)
+
+def number(prompts, completions, **columns):
+    return 1.0
+
+def fails(prompts, completions, **columns):
+    raise RuntimeError("out of coffee")
+"""
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARD_FILE)
+    return tmp_path / "mine.py"
+
+
+COLUMNS = dict(prompts=["p", "q"], completions=["a", "bc"], completion_ids=[[1], [2, 3]])
+COLUMNS |= dict(answer=["1", "2"], level=[1, 2])
+
+
+def test_reward_functions_of_a_file_see_what_they_would_see_in_trl(reward_file):
+    names = ("length", "sees_everything=0.5", "tensor=-1", "half_judged")
+    rewards = grpo.load_rewards([f"{reward_file}:{name}" for name in names])
+    assert [weight for _, weight in rewards.values()] == [1.0, 0.5, -1.0, 1.0]
+    scores = grpo.score(rewards, **COLUMNS)
+    assert scores["length"] == [1.0, 2.0] and scores["sees_everything"] == [2.0, 4.0]
+    assert scores["tensor"] == [1.0, 1.0] and scores["half_judged"] == [1.0, None]
+
+
+@pytest.mark.parametrize("name", ["nothing", "nan", "too_few", "words", "number", "fails"])
+def test_reward_functions_that_go_wrong_are_named(reward_file, name, capsys):
+    with pytest.raises(Error, match=name):
+        grpo.score(grpo.load_rewards([f"{reward_file}:{name}"]), **COLUMNS)
+    assert name != "fails" or "out of coffee" in capsys.readouterr().err  # with its own traceback
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [["acuracy"], ["accuracy=much"], ["accuracy=nan"], ["accuracy", "accuracy"], [""], ["="],
+     ["missing.py:f"], ["{file}:missing"], ["{file}"], ["{file}:"]],
+)  # fmt: skip
+def test_reward_specs_that_do_not_parse_are_errors(reward_file, specs):
+    with pytest.raises(Error, match="--reward"):
+        grpo.load_rewards([spec.replace("{file}", str(reward_file)) for spec in specs])
+
+
+def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_out(reward_file):
+    rewards = grpo.load_rewards([f"{reward_file}:half_judged=2", "accuracy=0.5"])
+    run = run_of(Config(prompt_template="{question}"), rewards)
+    rows = grpo.encode_prompts([{"prompt": "1+1=", "answer": "2"}], run)
+    ids = torch.tensor([run.tokenizer("2")["input_ids"] + [0, 0], [2, 3, 4]])
+    texts, scores, rewards = grpo.judge(run, rows, ids, completion_mask(ids, [0]))
+    assert texts == ["2", "012"] and rewards.tolist() == [2.5, 0.0]
+    assert scores["half_judged"][0] == 2 / 2 and scores["half_judged"][1].isnan()
+
+
+# ----------------------------------------------------------------------------------------- whole runs
+
+QUICK = (
+    "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 --eval-every 3".split()
+)
+TIMES = {"rollout_seconds", "update_seconds", "step_seconds", "peak_memory_gb"}
+
+
+def metrics_of(folder):
+    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def weights_of(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_tiny_learns(tmp_path):
+    """The main command, as it is."""
+    start = time.perf_counter()
+    command = [
+        sys.executable,
+        str(Path(grpo.__file__).resolve()),
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    rewards = [row["reward"] for row in metrics_of(tmp_path / "run") if "reward" in row]
+    assert sum(rewards[:5]) / 5 <= 0.45 and sum(rewards[-5:]) / 5 >= 0.9
+    assert (
+        "held-out prompts" in result.stdout.splitlines()[-2]
+        and "█" in result.stdout.splitlines()[-1]
+    )
+    evaluations = [
+        row["eval/reward"] for row in metrics_of(tmp_path / "run") if "eval/reward" in row
+    ]
+    assert evaluations[-1] > evaluations[0] + 0.3
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_seeded_runs_repeat_bit_for_bit(tmp_path, dtype):
+    for name in ("a", "b"):
+        grpo.train(parse_args([*QUICK, "--dtype", dtype, "--output-dir", str(tmp_path / name)]))
+    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
+    a, b = (weights_of(tmp_path / name / "checkpoint-3") for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a) and a[
+        "lm_head.weight"
+    ].dtype == getattr(torch, dtype)
+    grpo.train(
+        parse_args([*QUICK, "--dtype", dtype, "--seed", "1", "--output-dir", str(tmp_path / "c")])
+    )
+    assert metrics_of(tmp_path / "c") != metrics_of(tmp_path / "a")
+
+
+METRICS = """step loss reward reward_std rewards/accuracy kl clip_fraction completion_length truncated_fraction
+zero_std_fraction grad_norm learning_rate num_tokens rollout_seconds update_seconds step_seconds peak_memory_gb"""
+
+
+def test_a_run_leaves_metrics_and_a_checkpoint_and_is_never_written_over(tmp_path):
+    words = [
+        *QUICK,
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--warmup-steps",
+        "2",
+        "--save-every",
+        "2",
+    ]
+    grpo.train(parse_args(words))
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3] and set(METRICS.split()) <= set(steps[0])
+    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 3]
+    assert [row["learning_rate"] for row in steps] == pytest.approx([5e-4, 1e-3, 1e-3])
+    for row in steps:
+        assert row["step_seconds"] == pytest.approx(row["rollout_seconds"] + row["update_seconds"])
+        assert row["num_tokens"] == pytest.approx(16 * row["completion_length"])
+        assert row["reward"] == row["rewards/accuracy"] and row["loss"] == pytest.approx(
+            0.04 * row["kl"], abs=1e-6
+        )
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
+    assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
+    with pytest.raises(Error, match="holds a run"):
+        grpo.train(parse_args(words))
+    # A checkpoint is a model like any other.
+    again = [
+        *QUICK,
+        "--model",
+        str(checkpoint),
+        "--prompt-template",
+        "{question}",
+        "--reward",
+        "format",
+        "accuracy",
+    ]
+    grpo.train(
+        parse_args(
+            [*again, "--max-completion-length", "6", "--output-dir", str(tmp_path / "again")]
+        )
+    )
+
+
+def test_no_steps_only_evaluate(tmp_path):
+    result = grpo.train(
+        parse_args([*QUICK, "--max-steps", "0", "--output-dir", str(tmp_path / "run")])
+    )
+    assert 0 <= result["eval/reward"] <= 1
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "mamba"])
+def test_other_architectures_train(tmp_path, kind):
+    """GPT-2 on the fast path, a capped model on the plain one, one whose cache cannot be shared."""
+    model, tokenizer = tiny_model(kind, vocab_size=60), grpo.tiny_model(0, torch.float32)[1]
+    model = AutoModelForCausalLM.from_config(model.config)
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    words = [
+        *QUICK,
+        "--model",
+        str(tmp_path / "model"),
+        "--max-completion-length",
+        "6",
+        "--sft-steps",
+        "1",
+    ]
+    words += [
+        "--prompt-template",
+        "{question}",
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--beta",
+        "0.1",
+    ]
+    grpo.train(parse_args(words))
+    assert all(row["ratio_mean"] == 1 for row in metrics_of(tmp_path / "run") if "loss" in row)
+
+
+def test_supervised_steps_fit_solution_and_eos_and_nothing_else(monkeypatch):
+    run = run_of(
+        Config(sft_steps=1, prompts_per_step=2, num_generations=2, prompt_template="{question}")
+    )
+    run.train_rows = grpo.encode_prompts(
+        [{"prompt": f"{i}+1=", "answer": "0", "solution": "12"} for i in range(4)], run
+    )
+    seen, original = [], grpo.token_logprobs
+    monkeypatch.setattr(
+        grpo, "token_logprobs", lambda *a, **k: (seen.append(a), original(*a, **k))[1]
+    )
+    before = copy.deepcopy(run.policy)
+    grpo.sft(run)
+    ((_, prompt_ids, prompt_mask, completion_ids, mask),) = seen
+    assert completion_ids.tolist() == [run.tokenizer("12")["input_ids"] + [0]] * 4 and mask.all()
+    assert sorted(run.tokenizer.batch_decode(prompt_ids)) == [f"{i}+1=" for i in range(4)]
+    logp = [slow_logprobs(m, *seen[0][1:], 1.0).sum() for m in (before, run.policy)]
+    assert logp[1] > logp[0]
+
+
+def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch):
+    masks, original = [], grpo.update
+    monkeypatch.setattr(grpo, "update", lambda *a: (masks.append(a[5][2:]), original(*a))[1])
+    words = [
+        *QUICK,
+        "--max-completion-length",
+        "2",
+        "--sft-steps",
+        "60",
+        "--mask-truncated",
+        "--prompts-per-step",
+        "16",
+    ]
+    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "run")]))
+    rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
+    for (ids, mask), row in zip(masks, rows):
+        finished = (ids == 0).any(1)
+        assert (mask.any(1) == finished).all() and 0 < finished.sum() < len(ids)
+        assert row["truncated_fraction"] == pytest.approx(1 - finished.float().mean().item())
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--model", "no/such/folder"], "cannot load no/such/folder"),
+        (["--model", "{empty}"], "cannot load"),
+        (["--data", "missing.jsonl"], "missing.jsonl"),
+        (["--reward", "nonsense"], "--reward nonsense"),
+        (["--beta", "nan"], "--beta"),
+        (["--output-dir", "{file}"], "--output-dir"),
+        (["--prompts-per-step", "5000"], "prompts-per-step"),
+        (["--max-completion-length", "300"], "256 positions"),
+        (["--max-prompt-length", "2"], "prompts"),
+    ],
+)
+def test_mistakes_end_in_one_line(tmp_path, words, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    words = [w.format(empty=tmp_path / "empty", file=tmp_path / "file") for w in words]
+    words = words if "--output-dir" in words else [*words, "--output-dir", str(tmp_path / "run")]
+    error = refusal(*words)
+    assert error.startswith("grpo.py: ") and message in error
+    assert (tmp_path / "file").read_text() == "mine"
