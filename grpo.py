@@ -31,24 +31,39 @@ Where this file departs from the papers and from common tutorials (each has a te
 """
 
 import argparse
+import ast
 import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
+import http.client
 import importlib
 import importlib.util
 import json
 import math
+import operator
+import os
 import random
 import re
+import secrets
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+import unicodedata
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+import numpy
 import torch
 import torch.nn.functional as F
 import transformers
@@ -57,6 +72,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import find_adapter_config_file
 
 
 class Error(Exception):
@@ -80,6 +96,7 @@ class Config:
     data: str | None = option(None, "JSONL file, or Hub data set NAME[:CONFIG[:SPLIT]]")
     eval_data: str | None = option(None, "held-out prompts (else the first tenth, at most 64)")
     reward: tuple[str, ...] = option(("accuracy",), "NAME or FILE.py:FUNCTION, each [=WEIGHT]")
+    step_separator: str = option("\n", "what ends a step, for rewards of single steps")
     chat_template: Literal["auto", "on", "off"] = option("auto", "auto: if the model knows it")
     prompt_template: str | None = option(None, "text around {question} (else asks for \\boxed{})")
     system_prompt: str | None = option(None, "system message of every prompt")
@@ -109,14 +126,19 @@ class Config:
     max_steps: int = option(200, "training steps; 0 only evaluates", low=0)
     micro_batch_tokens: int = option(2048, "padded tokens in one forward and backward", low=1)
     gradient_checkpointing: bool = option(False, "less memory for activations, a slower update")
+    lora_rank: int = option(0, "above 0 only adapters of this rank are trained (peft)", low=0)
     sft_steps: int = option(0, "supervised steps on the data's solutions before GRPO", low=0)
     sft_learning_rate: float = option(1e-5, "of the supervised steps", low=0)
     seed: int = option(0, "of everything random", 0, 2**31)
     # output
     output_dir: str | None = option(None, "folder of the run (else runs/MODEL-TIME)")
+    resume: str | None = option(None, "go on with the run in this folder, with its options")
     eval_every: int = option(50, "steps between evaluations; 0: none, not even the first", low=0)
+    eval_samples: int = option(4, "samples of each held-out prompt, for pass@k; 0: greedy only", 0)
     samples_every: int = option(50, "steps between looks at sampled completions; 0: none", low=0)
     save_every: int = option(0, "steps between checkpoints; 0: only the last", low=0)
+    keep_checkpoints: int = option(2, "the newest so many, and the best evaluated one", low=1)
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = option("none", "a tracker")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -128,6 +150,8 @@ class Config:
                 raise Error(f"{name} must be a number from {low} to {high}, not {value}")
         if "{question}" not in (self.prompt_template or "{question}"):
             raise Error("--prompt-template must contain {question}")
+        if not self.step_separator:
+            raise Error("--step-separator must not be empty")
 
 
 # What `--model tiny` changes; whatever the user types wins.
@@ -159,8 +183,15 @@ def parse_args(argv=None) -> Config:
         if get_origin(field.type) is tuple:
             kwargs |= dict(nargs="+")
         parser.add_argument("--" + field.name.replace("_", "-"), **kwargs)
-    if parser.parse_args(argv).model == "tiny":
+    first = parser.parse_args(argv)
+    if first.model == "tiny":
         parser.set_defaults(**TINY)
+    if getattr(first, "resume", None):
+        path = Path(first.resume) / "config.json"
+        try:
+            parser.set_defaults(**json.loads(path.read_text()) | dict(output_dir=first.resume))
+        except (OSError, ValueError, TypeError) as error:
+            raise Error(f"--resume {first.resume}: {error}") from None
     args = vars(parser.parse_args(argv))
     return Config(**args | dict(reward=tuple(args["reward"])))
 
@@ -294,7 +325,8 @@ def load_model(config, device):
     """(model, tokenizer, EOS ids) of any causal language model of transformers, or the tiny one.
 
     transformers loads in the checkpoint's dtype unless told another, and picks the fastest
-    attention that it knows to work (`sdpa` where the model has it).
+    attention that it knows to work (`sdpa` where the model has it). A trained adapter that comes
+    with the model is merged: the reference is the model with it.
     """
     auto = "bfloat16" if device.type == "cuda" else "float32"
     dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
@@ -304,8 +336,15 @@ def load_model(config, device):
         safe = dict(trust_remote_code=False)
         try:
             tokenizer = AutoTokenizer.from_pretrained(config.model, **safe)
-            load = functools.partial(AutoModelForCausalLM.from_pretrained, use_safetensors=True)
-            model = load(config.model, dtype=dtype, **safe)
+            if find_adapter_config_file(config.model):
+                peft = optional("peft", f"the adapter {config.model}")
+                adapted = peft.AutoPeftModelForCausalLM.from_pretrained(config.model, dtype=dtype)
+                model = adapted.merge_and_unload()
+            else:
+                load = functools.partial(AutoModelForCausalLM.from_pretrained, use_safetensors=True)
+                model = load(config.model, dtype=dtype, **safe)
+        except Error:
+            raise
         except Exception as error:
             raise Error(f"cannot load {config.model}: {first_line(error)}") from None
     model.to(device).eval()  # no dropout, ever: sampling, old, new and reference log-probs agree
@@ -319,6 +358,15 @@ def load_model(config, device):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = eos_token_ids[0]
     return model, tokenizer, eos_token_ids
+
+
+def add_lora(run):
+    """Freeze the policy and train low-rank adapters of its linear layers (arXiv:2106.09685). They
+    start as zero, so that with them off the policy is the reference and needs no second copy."""
+    peft = optional("peft", "--lora-rank")
+    rank = run.config.lora_rank
+    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    run.lora = peft.get_peft_model(run.policy, lora)  # puts the adapters into the policy itself
 
 
 def checkpoint_layers(model):
@@ -542,21 +590,25 @@ def format_reward(prompts, completions, **columns):
     return scores
 
 
-REWARDS = {"accuracy": accuracy_reward, "format": format_reward}
-
-
-def load_rewards(specs):
-    """{name: (function, weight)} of `NAME[=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
+def load_rewards(specs, device="cpu"):
+    """{name: (function, weight)} of `NAME[:ARGUMENT][=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
     rewards = {}
     for spec in specs:
         target, weight = re.fullmatch(r"(.*?)(?:=([^=]*))?", spec, re.DOTALL).groups()
-        path, _, name = target.rpartition(":")
+        name, _, argument = target.partition(":")
         try:
-            function = getattr(run_file(path), name) if path.endswith(".py") else REWARDS[target]
+            if target.endswith(".py") or ".py:" in target:
+                path, _, name = target.rpartition(":")
+                function = getattr(run_file(path), name)
+            elif name in REWARDS and not argument:
+                function = REWARDS[name]
+            else:
+                function = REWARDS_WITH_ARGUMENT[name](argument, device)
             rewards[name] = (function, 1.0 if weight is None else float(weight))
         except (KeyError, ValueError, AttributeError, OSError) as error:
-            known = f"{', '.join(REWARDS)} or FILE.py:FUNCTION, with =WEIGHT if not 1"
-            raise Error(f"--reward {spec}: {error}; it takes {known}") from None
+            known = ", ".join([*REWARDS, *(f"{name}:…" for name in REWARDS_WITH_ARGUMENT)])
+            known += " or FILE.py:FUNCTION, with =WEIGHT if not 1"
+            raise Error(f"--reward {spec}: {first_line(error)}; it takes {known}") from None
     if len(rewards) < len(specs) or not all(math.isfinite(w) for _, w in rewards.values()):
         raise Error(f"--reward {' '.join(specs)}: a name twice, or a weight that is not finite")
     return rewards
@@ -920,6 +972,20 @@ class MasterAdamW:
         pairs = zip(self.params, self.remainders, strict=True)
         return [p.data if rest is None else join_halves(p.data, rest) for p, rest in pairs]
 
+    def state_dict(self):
+        masters = [master.cpu() for master in self.masters()]
+        return dict(masters=masters, moments=self.moments, num_steps=self.num_steps)
+
+    def load_state_dict(self, state):
+        for i, (param, master) in enumerate(zip(self.params, state["masters"], strict=True)):
+            if self.remainders[i] is None:
+                param.data.copy_(master)
+            else:
+                split_halves(master.to(param.device), param.data, self.remainders[i])
+            for moment, saved in zip(self.moments[i], state["moments"][i], strict=True):
+                moment.copy_(saved)
+        self.num_steps = state["num_steps"]
+
     @contextlib.contextmanager
     def float32_sums(self):
         """Backward passes in here add up in float32: bfloat16 would lose the small gradients."""
@@ -1074,12 +1140,18 @@ class Run:
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_token_ids: list[int]
     fast: bool
+    lora: torch.nn.Module | None = None  # peft's wrapper of the policy
     train_rows: list[dict] = dataclasses.field(default_factory=list)
     eval_rows: list[dict] = dataclasses.field(default_factory=list)
     output_dir: Path | None = None
+    track: Callable = lambda record: None  # what --report-to wants done with each row of metrics
+    stop: str = ""  # the signal that asked for an end
+    resumed: Path | None = None  # the checkpoint to go on from
 
     def log(self, name, *records):
         """Append records to a JSONL file of the run's folder."""
+        if name == "metrics.jsonl":
+            [self.track(record) for record in records]
         with open(self.output_dir / name, "a", encoding="utf-8") as lines:
             lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
@@ -1089,9 +1161,12 @@ def set_up(config):
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rewards = load_rewards(config.reward)
+    rewards = load_rewards(config.reward, device)
     train_rows, eval_rows = load_data(config, needs_answer="accuracy" in rewards)
-    policy, tokenizer, eos_token_ids = load_model(config, device)
+    resumed = newest_checkpoint(Path(config.resume)) if config.resume else None
+    reference = Path(config.resume or "") / "reference"
+    start = str(reference) if resumed and reference.exists() else config.model
+    policy, tokenizer, eos_token_ids = load_model(dataclasses.replace(config, model=start), device)
     run = Run(config, device, rewards, policy, tokenizer, eos_token_ids, fast_path_holds(policy))
     if not run.fast:
         print(f"note: {type(policy).__name__} needs the plain path, slower and with more memory")
@@ -1104,18 +1179,17 @@ def set_up(config):
     if longest + config.max_completion_length > (positions or math.inf):
         need = f"a prompt of {longest} and --max-completion-length {config.max_completion_length}"
         raise Error(f"{need} exceed the {positions} positions of {config.model}")
-    if config.gradient_checkpointing:
-        checkpoint_layers(policy)
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.output_dir = Path(config.output_dir or Path("runs") / name)
     try:
         run.output_dir.mkdir(parents=True, exist_ok=True)
-        if (run.output_dir / "config.json").exists():
-            raise Error(f"--output-dir {run.output_dir} holds a run; name another folder")
-        text = json.dumps(dataclasses.asdict(config), indent=2)
+        if (run.output_dir / "config.json").exists() and not config.resume:
+            raise Error(f"--output-dir {run.output_dir} holds a run; name another, or --resume it")
+        text = json.dumps(dataclasses.asdict(config) | dict(resume=None), indent=2)
         (run.output_dir / "config.json").write_text(text)
     except OSError as error:
         raise Error(f"cannot write to --output-dir {run.output_dir}: {error}") from None
+    run.resumed, run.track = resumed, tracker(run)
     return run
 
 
@@ -1132,34 +1206,100 @@ def rollout(run, rows, num_generations, temperature):
 
 
 def judge(run, rows, completion_ids, mask):
-    """Texts (N,) of the completions of rows (B,), {reward: (N,) scores}, their sum (N,)."""
+    """What the completions of rows (B,) are worth: texts, {name: scores (N,)}, rewards (N,), steps.
+
+    NaN stands for not judged. `steps`, of `process_advantages`, is None unless a reward
+    function gave a list, one number a step; then a single number belongs to the last step.
+    """
     rows = [row for row in rows for _ in range(len(mask) // len(rows))]
     pairs = zip(completion_ids.cpu(), mask.cpu(), strict=True)
     ids = [row_ids[row_mask].tolist() for row_ids, row_mask in pairs]
     spoken = [row_ids[: -1 if row_ids[-1] in run.eos_token_ids else None] for row_ids in ids]
     texts = run.tokenizer.batch_decode(spoken, skip_special_tokens=True)
+    separator = run.config.step_separator
+    steps = [[step for step in text.split(separator) if step.strip()] for text in texts]
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "ids"))
     columns = {name: [row.get(name) for row in rows] for name in names}
-    columns["prompts"] = columns.pop("text")
-    scores = score(run.rewards, **columns, completions=texts, completion_ids=ids)
-    scores = {
-        name: torch.tensor([math.nan if value is None else value for value in values])
-        for name, values in scores.items()
-    }
+    columns |= dict(prompts=columns.pop("text"), completions=texts, completion_ids=ids, steps=steps)
+    values = score(run.rewards, **columns)
+
+    def number(value):
+        mean = sum(value) / max(1, len(value)) if isinstance(value, list) else value
+        return math.nan if mean is None else mean
+
+    scores = {name: torch.tensor([*map(number, values[name])]).float() for name in values}
     rewards = sum(weight * scores[name].nan_to_num() for name, (_, weight) in run.rewards.items())
-    return texts, scores, rewards
+    judged = ~torch.stack([*scores.values()]).isnan().all(0)
+    rewards = rewards.where(judged, math.nan)
+    if not any(isinstance(value, list) for column in values.values() for value in column):
+        return texts, scores, rewards, None
+
+    ends = [step_ends(run.tokenizer, row_ids, separator) for row_ids in ids]
+    step_rewards = [[0.0] * len(row_ends) for row_ends in ends]
+    for name, (_, weight) in run.rewards.items():
+        for i, value in enumerate(values[name]):
+            value = (
+                [*[0.0] * (len(ends[i]) - 1), value or 0.0] if type(value) is not list else value
+            )
+            if len(value) not in (len(ends[i]), len(steps[i])):
+                counts = f"{len(value)} numbers for {len(ends[i])} steps"
+                raise Error(f"the reward {name} returned {counts}: {texts[i]!r:.200}")
+            for j, step in enumerate(value):
+                step_rewards[i][j] += weight * step
+    return texts, scores, rewards, (step_rewards, ends)
+
+
+def step_ends(tokenizer, ids, separator="\n"):
+    """Index of each step's last token in a completion's sampled ids. Steps are its non-blank parts.
+
+    The last step runs through the last token, be it EOS or where the completion was cut off.
+    """
+    ends, pieces = [], tokenizer.batch_decode([[token] for token in ids])
+    for i in [i for i, piece in enumerate(pieces) if separator[-1] in piece] + [len(ids) - 1]:
+        parts = tokenizer.decode(ids[: i + 1], skip_special_tokens=True).split(separator)
+        done = sum(part.strip() != "" for part in parts[: None if i == len(ids) - 1 else -1])
+        ends += [i] * (done - len(ends))
+    return ends[:-1] + [len(ids) - 1]
+
+
+def fill_unjudged(rewards, num_generations):
+    """NaN -> the mean of its group (0 if all are NaN), which is no advantage: (N,) -> (N,)."""
+    groups = rewards.view(-1, num_generations)
+    return groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True)).nan_to_num(0).view(-1)
+
+
+def pass_at_k(num_samples, num_right, k):
+    """Unbiased estimate of the chance that one of k samples is right (arXiv:2107.03374, eq. 1).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def evaluate(run, step):
-    """Mean reward, and mean of each score, of greedy completions of the held-out rows; logged."""
-    size, parts = run.config.prompts_per_step * run.config.num_generations, []
-    for start in tqdm(range(0, len(run.eval_rows), size), "evaluating", leave=False):
-        rows = run.eval_rows[start : start + size]
-        _, scores, rewards = judge(run, rows, *rollout(run, rows, 1, temperature=0)[2:])
-        named = {f"rewards/{name}": values for name, values in scores.items()}
-        parts.append(dict(reward=rewards, **named))
+    """Means over the held-out rows, logged: reward and scores of greedy completions and, with the
+    accuracy reward, pass@1, 2, 4, … of sampled ones. Leaves the random state as it was."""
+    config, parts, right = run.config, [], []
+    size = max(1, config.prompts_per_step * config.num_generations // max(1, config.eval_samples))
+    devices = [run.device] if run.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(config.seed)
+        for start in tqdm(range(0, len(run.eval_rows), size), "evaluating", leave=False):
+            rows = run.eval_rows[start : start + size]
+            _, scores, rewards, _ = judge(run, rows, *rollout(run, rows, 1, temperature=0)[2:])
+            named = {f"rewards/{name}": values for name, values in scores.items()}
+            parts.append(dict(reward=rewards, **named))
+            if config.eval_samples and "accuracy" in run.rewards:
+                samples = rollout(run, rows, config.eval_samples, config.temperature)
+                scores = judge(run, rows, *samples[2:])[1]["accuracy"]
+                right += scores.view(len(rows), -1).sum(1).int().tolist()
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     means = {f"eval/{name}": values.nanmean().item() for name, values in columns.items()}
+    for k in (2**i for i in range(10)):
+        if right and k <= config.eval_samples:
+            chances = [pass_at_k(config.eval_samples, n, k) for n in right]
+            means[f"eval/pass@{k}"] = sum(chances) / len(chances)
     run.log("metrics.jsonl", dict(step=step, **means))
     return means
 
@@ -1188,48 +1328,84 @@ def sft(run):
 
 def freeze_reference(run):
     """The policy as it stands, as a function: a batch -> its log-probs (N, C)."""
-    model = copy.deepcopy(run.policy).requires_grad_(False)
-    logprobs = functools.partial(token_logprobs, model, fast=run.fast)
-    return torch.no_grad()(functools.partial(logprobs, temperature=run.config.temperature))
+    model = run.policy if run.lora else copy.deepcopy(run.policy).requires_grad_(False)
+
+    @torch.no_grad()
+    def reference(*batch):
+        with run.lora.disable_adapter() if run.lora else contextlib.nullcontext():
+            return token_logprobs(model, *batch, run.config.temperature, run.fast)
+
+    return reference
+
+
+def prepare(run):
+    """The supervised steps, the adapters, the optimizer, the reference, and what an interrupted run
+    left -> (optimizer, reference, number of steps done)."""
+    config, path = run.config, run.resumed
+    if config.lora_rank:
+        add_lora(run)
+    if config.sft_steps and not path:
+        sft(run)
+        if run.lora:  # GRPO starts from the model with what these adapters learnt
+            run.policy = run.lora.merge_and_unload()
+            add_lora(run)
+    if config.gradient_checkpointing:
+        checkpoint_layers(run.policy)
+    if not path and config.max_steps and (config.beta or run.lora):
+        save_model(run, run.output_dir / "reference")
+    optimizer = MasterAdamW(run.policy, config.weight_decay)
+    reference = freeze_reference(run) if config.beta else None
+    if path:
+        return optimizer, reference, restore(run, optimizer, path)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (run.output_dir / name).write_text("")
+    return optimizer, reference, 0
 
 
 def train(config):
-    """GRPO from the first prompt to the last checkpoint."""
+    """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
     run = set_up(config)
     size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
     print(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
     print(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
-    if config.sft_steps:
-        sft(run)
-    optimizer = MasterAdamW(run.policy, config.weight_decay)
-    reference = freeze_reference(run) if config.beta else None
-    group, history = config.num_generations, []
-    evaluations = [evaluate(run, 0)] if config.eval_every else []
-    bar = tqdm(range(1, config.max_steps + 1), "training")
+    optimizer, reference, done = prepare(run)
+    heed_signals(run)
+    group = config.num_generations
+    if config.eval_every and not done:
+        evaluate(run, 0)
+    bar = tqdm(range(done + 1, config.max_steps + 1), "training", config.max_steps, initial=done)
     for step in bar:
         start = time.perf_counter()
         # 1. take B prompts
         rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
         # 2. sample G completions of each from the current policy
-        *prompts, completion_ids, mask = rollout(run, rows, group, config.temperature)
+        prompt_ids, prompt_mask, completion_ids, mask = rollout(
+            run, rows, group, config.temperature
+        )
         # 3. score them
-        texts, scores, rewards = judge(run, rows, completion_ids, mask)
+        texts, scores, rewards, steps = judge(run, rows, completion_ids, mask)
         # 4. normalise the scores within each group
-        advantages = group_advantages(rewards, group, config.scale_rewards).to(run.device)
+        if steps:
+            advantages = process_advantages(*steps, group, mask.shape[1])
+        else:
+            advantages = fill_unjudged(rewards, group)
+            advantages = group_advantages(advantages, group, config.scale_rewards)
         # 5. ascend the clipped surrogate, held to the reference
         middle = time.perf_counter()
         finished = torch.isin(completion_ids, torch.tensor(run.eos_token_ids, device=run.device))
         finished = (finished & mask).any(1, keepdim=True)  # (N, 1)
-        batch = *prompts, completion_ids, mask & finished if config.mask_truncated else mask
+        learnt = mask & finished if config.mask_truncated else mask
+        batch = prompt_ids, prompt_mask, completion_ids, learnt
         rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-        common = run.policy, reference, optimizer, config
-        metrics = update(*common, rate, batch, advantages, run.fast)
+        common = run.policy, reference, optimizer, config, rate
+        metrics = update(*common, batch, advantages.to(run.device), run.fast)
         end = time.perf_counter()
         # 6. log, look, evaluate, save
-        lengths, groups = mask.sum(1).float(), rewards.view(-1, group)
+        lengths, groups = mask.sum(1).float(), fill_unjudged(rewards, group).view(-1, group)
         record = dict(
-            step=step, reward=rewards.mean().item(), reward_std=groups.std(1).mean().item(),
-            **{f"rewards/{name}": values.nanmean().item() for name, values in scores.items()},
+            step=step, reward=rewards.nanmean().item(), reward_std=groups.std(1).mean().item(),
+            **{f"rewards/{name}": number_or_none(v.nanmean()) for name, v in scores.items()},
+            **{f"unjudged/{n}": int(v.isnan().sum()) for n, v in scores.items() if v.isnan().any()},
             **metrics, completion_length=lengths.mean().item(),
             truncated_fraction=1 - finished.float().mean().item(),
             zero_std_fraction=(groups.amax(1) == groups.amin(1)).float().mean().item(),
@@ -1237,18 +1413,18 @@ def train(config):
             update_seconds=end - middle, step_seconds=end - start, peak_memory_gb=peak_memory_gb(),
         )  # fmt: skip
         run.log("metrics.jsonl", record)
-        history.append(record["reward"])
         shown = dict(reward="reward", kl="kl", length="completion_length")
         bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
         if config.samples_every and (step % config.samples_every == 0 or step == 1):
-            show_samples(run, step, rows, texts, rewards)
+            show_samples(run, step, rows, texts, scores, rewards, advantages)
         if config.eval_every and (step % config.eval_every == 0 or step == config.max_steps):
-            evaluations.append(evaluate(run, step))
-        if config.save_every and step % config.save_every == 0 and step < config.max_steps:
-            save_checkpoint(run, step)
-    save_checkpoint(run, config.max_steps)
-    conclude(run, evaluations, history)
-    return evaluations[-1] if evaluations else {}
+            evaluate(run, step)
+        due = config.save_every and step % config.save_every == 0
+        if due or run.stop or step == config.max_steps:
+            save_checkpoint(run, optimizer, step)
+        if run.stop and step < config.max_steps:
+            raise Error(f"{run.stop} after step {step}; go on with --resume {run.output_dir}")
+    return conclude(run)
 
 
 def peak_memory_gb():
@@ -1261,35 +1437,485 @@ def peak_memory_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def show_samples(run, step, rows, texts, rewards, count=3):
-    """Print the first completions of as many prompts, with their rewards."""
-    for row, i in zip(rows[:count], range(0, len(texts), run.config.num_generations), strict=False):
+def show_samples(run, step, rows, texts, scores, rewards, advantages, count=3):
+    """Print the first completions of as many prompts; all go to samples.jsonl."""
+    group = run.config.num_generations
+    for row, i in zip(rows[:count], range(0, len(texts), group), strict=False):
         prompt, completion = row["text"][-80:], texts[i][:300]
         tqdm.write(f"step {step}  reward {rewards[i]:g}  {prompt!r} -> {completion!r}")
+    run.log("samples.jsonl", *(
+        dict(step=step, prompt=rows[i // group]["text"], completion=texts[i])
+        | {f"rewards/{name}": number_or_none(values[i]) for name, values in scores.items()}
+        | dict(reward=number_or_none(rewards[i]), advantage=advantages[i].tolist())
+        for i in range(len(texts))
+    ))  # fmt: skip
 
 
-def save_checkpoint(run, step):
-    """OUTPUT_DIR/checkpoint-<step>, a folder that `from_pretrained` loads."""
-    path = run.output_dir / f"checkpoint-{step}"
-    run.policy.save_pretrained(path)
-    run.tokenizer.save_pretrained(path)
-    print(f"saved {path}")
+def number_or_none(value):
+    """NaN is no JSON."""
+    return None if value.isnan() else value.item()
 
 
-def conclude(run, evaluations, history):
-    """What happened, in two lines."""
+def conclude(run):
+    """Say what happened, in two lines -> the last row of evaluation."""
+    rows = [json.loads(line) for line in open(run.output_dir / "metrics.jsonl", encoding="utf-8")]
+    evaluations = [row for row in rows if "eval/reward" in row]
+    history = [row["reward"] for row in rows if "reward" in row]
     if evaluations:
         ends = (evaluations[0], evaluations[-1])
-        before, after = (f"{100 * means['eval/reward']:.0f} %" for means in ends)
+        before, after = (f"{100 * row['eval/reward']:.0f} %" for row in ends)
+        best = max(evaluations, key=lambda row: row["eval/reward"])["step"]
         held_out = f"{len(run.eval_rows)} held-out prompts"
-        print(f"greedy reward on {held_out}: {before} before, {after} after training")
+        print(f"greedy reward on {held_out}: {before} before, {after} after, best at step {best}")
     if history:
-        width = max(1, math.ceil(len(history) / 60))
+        width = math.ceil(len(history) / 60)
         parts = [history[i : i + width] for i in range(0, len(history), width)]
         means = [sum(part) / len(part) for part in parts]
         low, high = min(means), max(means)
         bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
         print(f"mean sampled reward, step by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
+    return evaluations[-1] if evaluations else {}
+
+
+# -------------------------------------------------------------------- checkpoints, trackers, signals
+
+
+def save_model(run, path):
+    """A folder that `from_pretrained` and vLLM load; with LoRA the merged model, and `adapter/`."""
+    model = run.policy
+    if run.lora:
+        run.lora.save_pretrained(path / "adapter")
+        model = copy.deepcopy(run.lora).merge_and_unload()
+    model.save_pretrained(path)
+    run.tokenizer.save_pretrained(path)
+
+
+def save_checkpoint(run, optimizer, step):
+    """OUTPUT_DIR/checkpoint-<step>: the model and all that going on needs, whole or not at all.
+
+    It is written under another name, flushed and then renamed; `manifest.json` holds a digest of
+    each file. Older checkpoints than the newest `keep_checkpoints` go, except the best evaluated.
+    """
+    path = run.output_dir / f"checkpoint-{step}"
+    temporary = run.output_dir / f".checkpoint-{step}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        save_model(run, temporary)
+        state = dict(step=step, optimizer=optimizer.state_dict(), random=random_state())
+        torch.save(state, temporary / "trainer_state.pt")
+        files = [file for file in temporary.rglob("*") if file.is_file()]
+        digests = {str(file.relative_to(temporary)): digest(file) for file in files}
+        (temporary / "manifest.json").write_text(json.dumps(digests, indent=2))
+        for file in [*files, temporary / "manifest.json"]:
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temporary, path)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        text = f"cannot save {path}: {first_line(error)}; earlier checkpoints are as they were"
+        raise Error(text) from None
+    tqdm.write(f"saved {path}")
+    evaluated = [row for row in read_log(run.output_dir, "metrics.jsonl") if "eval/reward" in row]
+    best = max(evaluated, key=lambda row: row["eval/reward"])["step"] if evaluated else None
+    for old in checkpoints(run.output_dir)[run.config.keep_checkpoints :]:
+        if old.name != f"checkpoint-{best}":
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def digest(file):
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def checkpoints(output_dir):
+    """The checkpoint folders of a run, newest first."""
+    paths = [path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.name[11:]), reverse=True)
+
+
+def newest_checkpoint(output_dir):
+    """The newest checkpoint folder that is whole, or None. Says which ones are damaged."""
+    for path in checkpoints(output_dir):
+        try:
+            digests = json.loads((path / "manifest.json").read_text())
+            if all(digest(path / name) == value for name, value in digests.items()):
+                return path
+        except (OSError, ValueError):
+            pass
+        print(f"{path} is damaged and left aside")
+    return None
+
+
+def restore(run, optimizer, path):
+    """Weights, optimizer, random states and logs as they were when `path` was saved -> its step."""
+    state = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        rows = [row for row in read_log(run.output_dir, name) if row["step"] <= state["step"]]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (run.output_dir / name).write_text(text, encoding="utf-8")
+    random_state(state["random"])
+    print(f"going on after step {state['step']}")
+    return state["step"]
+
+
+def read_log(output_dir, name):
+    """Rows of a log, without the half-written last one that a crash can leave."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError), open(output_dir / name, encoding="utf-8") as log:
+        for line in log:
+            rows.append(json.loads(line))
+    return rows
+
+
+def random_state(state=None):
+    """The states of all random generators; with `state`, sets them to it."""
+    if state:
+        torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state_all(state["cuda"])
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        numpy.random.set_state(tuple(state["numpy"]))
+    name, numbers, *rest = numpy.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    python, numpy_state = random.getstate(), [name, numbers.tolist(), *rest]
+    return dict(torch=torch.get_rng_state(), cuda=cuda, python=python, numpy=numpy_state)
+
+
+def tracker(run):
+    """What is to be done with each row of metrics, as --report-to says."""
+    name, config = run.config.report_to, dataclasses.asdict(run.config)
+    if name == "none":
+        return lambda record: None
+    if name == "tensorboard":
+        optional("tensorboard", "--report-to tensorboard")
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
+        return lambda record: [writer.add_scalar(k, v, record["step"]) for k, v in record.items()]
+    module = optional(name, f"--report-to {name}")
+    module.init(project="grpo", name=run.output_dir.name, config=config)
+    return lambda record: module.log(record, step=record["step"])
+
+
+def heed_signals(run):
+    """SIGINT and SIGTERM finish the step, save and exit; a second one ends the process at once."""
+
+    def ask(number, frame):
+        run.stop = signal.Signals(number).name
+        tqdm.write(f"{run.stop}: finishing the step and saving; once more to stop at once")
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+
+
+# --------------------------------------------------------------------------------- more rewards
+
+
+def step_reward(prompts, completions, steps=None, separator="\n", **columns):
+    """A list of scores for each completion, one for each non-blank line (process supervision): 1.0
+    if all equations in it hold, 0.0 if one does not, 0.5 if there is none.
+
+    >>> step_reward([""], ["16 - 3 - 4 = 9 eggs\\n9 * 2 = $<<9*2=18>>19\\nso 18"])
+    [[1.0, 0.0, 0.5]]
+    """
+    if steps is None:
+        steps = [[s for s in text.split(separator) if s.strip()] for text in completions]
+    kinds = {True: 1.0, False: 0.0, None: 0.5}
+    return [[kinds[equations_hold(step)] for step in parts] for parts in steps]
+
+
+_TERM = r"[-(\s]*\d[\d.]*%?[)\s]*"
+_SIDE = rf"{_TERM}(?:[-+*/^]{_TERM})*"
+_EQUATION = re.compile(rf"(?<![\w.]){_SIDE}(?:={_SIDE})+")
+
+
+def equations_hold(text):
+    """Whether all equations between numbers in a line are true; None if there is none.
+
+    Exact, but a side with decimals may be rounded and 40% may be 40. What stands beside an unknown
+    (2x + 1 = 5) is no such equation. The <<…>> of GSM8K are read apart from the text around them.
+    """
+    for spelling, others in {"-": "−–", "*": "×·", "/": "÷", "": "$€£\\"}.items():
+        text = text.translate({ord(other): spelling for other in others})
+    text = re.sub(
+        r"(?<=\d),(?=\d{3})|(?<=[\d)%])\s*x(?=\s*[\d(])", lambda m: "*" * ("x" in m[0]), text
+    )
+    truths = []
+    for part in [re.sub(r"<<.*?>>", "", text), *re.findall(r"<<(.*?)>>", text)]:
+        for match in _EQUATION.finditer(part[:1000]):
+            before, after = part[: match.start()].rstrip()[-1:], part[match.end() :][:1]
+            if before in (*"+-*/^",) or before.isalnum() and match[0].strip()[0] == "-":
+                continue
+            if after in (*"+-*/^(",) or after.isalpha() and not match[0][-1].isspace():
+                continue
+            sides = [(side.strip(), evaluate_arithmetic(side)) for side in match[0].split("=")]
+            for (_, left), (written, right) in zip(sides, sides[1:], strict=False):
+                if None not in (left, right):
+                    decimals = re.fullmatch(r"-?\d*\.(\d+)%?", written)
+                    slack = Fraction(1, 2 * 10 ** len(decimals[1])) if decimals else 0
+                    scales = (1, 100) if written.endswith("%") else (1,)
+                    truths.append(any(abs(left - right * scale) <= slack for scale in scales))
+    return all(truths) if truths else None
+
+
+def evaluate_arithmetic(text):
+    """The exact value of + - * / ^ % and brackets over decimal numbers; None if there is none.
+    Python's parser reads it, nothing is executed."""
+    signs = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+    signs |= {ast.Div: operator.truediv, ast.Pow: operator.pow}
+
+    def value(node):
+        if isinstance(node, ast.Constant):
+            return Fraction(ast.get_source_segment(code, node))
+        if isinstance(node, ast.UnaryOp):
+            return -value(node.operand)
+        left, right = value(node.left), value(node.right)
+        if isinstance(node.op, ast.Pow) and (abs(right) > 20 or right.denominator > 1):
+            raise ValueError("a power that could be huge")
+        return Fraction(signs[type(node.op)](left, right))
+
+    code = re.sub(r"(?<![\d.])0+(?=\d)", "", "".join(text.split()).replace("^", "**"))
+    code = re.sub(r"([\d.]+)%", r"(\1/100)", code)
+    try:
+        return value(ast.parse(code, mode="eval").body)
+    except (SyntaxError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError):
+        return None
+
+
+def language_reward(prompts, completions, script="LATIN", **columns):
+    """Share of a text's letters that are of a script, by Unicode's names: LATIN, CJK, CYRILLIC, …;
+    1.0 for a text without letters. The language consistency of DeepSeek-R1 (2.3.2).
+
+    >>> language_reward([""] * 2, ["so x = 5", "因此 x"])
+    [1.0, 0.3333333333333333]
+    """
+    shares = []
+    for text in completions:
+        letters = [unicodedata.name(char, "") for char in text if char.isalpha()]
+        share = sum(name.startswith(script) for name in letters) / max(1, len(letters))
+        shares.append(share if letters else 1.0)
+    return shares
+
+
+def code_reward(prompts, completions, tests, **columns):
+    """1.0 where the last fenced Python block passes the data's `tests` (Python text, or a list of
+    such lines), else 0.0; None without tests. Needs `run_tests` and `SANDBOX`.
+
+    **No sandbox against malice.** The code runs in a process of its own, with limits on time,
+    memory, processes and files and, on Linux where the kernel allows it, without network, in a
+    file system and a process tree of its own. Where namespaces are refused (many containers), it
+    can read and write what your user can, reach the network, signal your processes, and leave
+    some of its own behind. And whatever shares a process with its tests can fool them. Train in a
+    throw-away container or virtual machine without secrets or network.
+    """
+
+    def passes(completion, test):
+        blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", completion, re.DOTALL)
+        test = test if isinstance(test, str) or test is None else "\n".join(test)
+        return None if test is None else float(bool(blocks) and run_tests(blocks[-1], test))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(passes, completions, tests))
+
+
+# Python that runs `code` and then `tests` of job.json, and then repeats what it reads from stdin.
+SANDBOX = r"""
+import ctypes, json, os, resource, sys
+job = json.load(open("job.json"))
+os.remove("job.json")
+libc, folder, root = ctypes.CDLL(None, use_errno=True), os.getcwd(), os.getuid() == 0
+def call(name, *args):
+    args = [ctypes.c_ulong(a) if type(a) is int else a and os.fsencode(a) for a in args]
+    if getattr(libc, name)(*args):
+        raise OSError(ctypes.get_errno(), name)
+def bind(path):
+    target = folder + path
+    if os.path.isdir(path):
+        os.makedirs(target)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        open(target, "w").close()
+    flags = os.statvfs(path).f_flag & 14  # nosuid, nodev, noexec must stay
+    call("mount", path, target, None, 4096, None)  # MS_BIND
+    call("mount", None, target, None, 4096 | 32 | 1 | flags, None)  # MS_REMOUNT, MS_RDONLY
+try:  # namespaces: mount, IPC, PID, network and, for an ordinary user, user
+    ids = os.getuid(), os.getgid()
+    call("unshare", 0x68020000 | (0 if root else 0x10000000))
+    if not root:
+        open("/proc/self/setgroups", "w").write("deny")
+        for name, number in zip(("uid_map", "gid_map"), ids):
+            open("/proc/self/" + name, "w").write(f"0 {number} 1")
+    call("mount", None, "/", None, 0x44000, None)  # MS_REC, MS_PRIVATE
+    call("mount", "tmpfs", folder, "tmpfs", 6, "size=64m,mode=777")
+    for path in job["visible"]:
+        bind(path)
+    os.mkdir(folder + "/proc")
+    os.chroot(folder)
+    os.chdir("/")
+except OSError:
+    root = False  # an ordinary process, then
+if pid := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)
+try:
+    call("mount", "proc", "/proc", "proc", 14, None)
+except OSError:
+    pass
+if root:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+call("prctl", 1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: nothing outlives the process that is killed
+call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+limits = dict(CPU=job["seconds"] + 1, AS=job["bytes"], NPROC=64, FSIZE=2**20, NOFILE=64, CORE=0)
+for name, limit in limits.items():
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+back, out, null = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
+for standard in (0, 1, 2):
+    os.dup2(null, standard)
+scope = {"__name__": "__main__"}
+exec(compile(job["code"], "code", "exec"), scope)
+exec(compile(job["tests"], "tests", "exec"), scope)
+os.write(out, os.read(back, 32))
+os._exit(0)
+"""
+
+
+def run_tests(code, tests, seconds=5, megabytes=512):
+    """Whether `code` and then `tests` run to their end within limits, in a process of their own.
+
+    Read what `code_reward` says of safety.
+    """
+    secret = secrets.token_hex(16).encode()  # what only a run that reaches the end of tests repeats
+    visible = ["/usr", "/lib", "/lib64", "/bin", "/dev/null", sys.prefix, sys.base_prefix]
+    visible = [path for path in dict.fromkeys(visible) if os.path.exists(path)]
+    visible = [p for p in visible if not any(p != q and p.startswith(q + "/") for q in visible)]
+    job = dict(code=code, tests=tests, seconds=seconds, bytes=megabytes * 2**20, visible=visible)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+        Path(folder, "job.json").write_text(json.dumps(job))
+        streams = dict(stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL)
+        own = dict(cwd=folder, env={}, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-I", "-c", SANDBOX], **streams, **own)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(secret, timeout=seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        output.seek(0)
+        return output.read(64) == secret
+
+
+def reward_model(path, device):
+    """The reward function of a learned reward model: any sequence classifier of transformers with a
+    single output, on the question (`messages`) and the completion, in its own chat template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        load = transformers.AutoModelForSequenceClassification.from_pretrained
+        model = load(path, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    except Exception as error:
+        raise Error(f"cannot load the reward model {path}: {first_line(error)}") from None
+    if model.config.num_labels != 1:
+        raise Error(f"the reward model {path} has {model.config.num_labels} outputs, not one")
+    model.to(device).eval()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+    @torch.no_grad()
+    def score_with_model(prompts, completions, messages=None, batch_size=16, **columns):
+        texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+        if tokenizer.chat_template and messages:
+            render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+            answers = [[dict(role="assistant", content=text)] for text in completions]
+            texts = [render(m + a) for m, a in zip(messages, answers, strict=True)]
+        scores = []
+        for start in range(0, len(texts), batch_size):
+            batch = texts[start : start + batch_size]
+            special = not (tokenizer.chat_template and messages)
+            kwargs = dict(padding=True, return_tensors="pt", add_special_tokens=special)
+            inputs = tokenizer(batch, **kwargs).to(device)
+            scores += model(**inputs).logits[:, 0].float().tolist()
+        return scores
+
+    return score_with_model
+
+
+JUDGE_PROMPT = """Rate how good an answer is.
+
+Question:
+{question}
+
+Reference answer (may be empty):
+{reference}
+
+Answer to rate:
+{answer}
+
+Reply with one line and nothing else: "Score: N", where N is a whole number from 0 (useless) to 10
+(perfect)."""
+
+
+def judge_reward(target, device=None, timeout=60, attempts=3):
+    """The reward function of an LLM as judge, MODEL@URL: any server with OpenAI's protocol, its URL
+    without /chat/completions; the key is the environment's OPENAI_API_KEY. 0 to 10 becomes 0 to 1.
+
+    A completion whose call fails `attempts` times, or gets no "Score: N", is None, not 0: it is
+    left out, counted, and the last failure is printed.
+    """
+    model, at, url = target.partition("@")
+    if not (model and at and url.startswith(("http://", "https://"))):
+        raise ValueError("it takes judge:MODEL@http://HOST:PORT/v1")
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+
+    def ask(content):
+        body = dict(model=model, temperature=0, messages=[dict(role="user", content=content)])
+        for attempt in range(attempts):
+            try:
+                url_of_chat = url.rstrip("/") + "/chat/completions"
+                request = urllib.request.Request(url_of_chat, json.dumps(body).encode(), headers)
+                with urllib.request.urlopen(request, timeout=timeout) as reply:
+                    text = json.load(reply)["choices"][0]["message"]["content"]
+                match = re.fullmatch(r"\s*Score:\s*(10|\d)\s*", text)
+                if match:
+                    return int(match[1]) / 10
+                failure = f"no score in {text!r:.80}"
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+                http.client.HTTPException,
+            ) as error:
+                failure = first_line(error)
+            time.sleep(0.5 * 2**attempt * (attempt + 1 < attempts))
+        return failure
+
+    def score_with_judge(prompts, completions, messages=None, answer=None, **columns):
+        questions = prompts if messages is None else [m[-1]["content"] for m in messages]
+        rows = zip(questions, answer or [""] * len(prompts), completions, strict=True)
+        names = ("question", "reference", "answer")
+        fill = [dict(zip(names, row, strict=True)) for row in rows]
+        contents = [JUDGE_PROMPT.format(**values) for values in fill]
+        with ThreadPoolExecutor(16) as pool:
+            replies = list(pool.map(ask, contents))
+        if failures := [reply for reply in replies if isinstance(reply, str)]:
+            count = f"{len(failures)} of {len(replies)} calls of the judge failed"
+            tqdm.write(f"{count}, the last with: {failures[-1]}")
+        return [None if isinstance(reply, str) else reply for reply in replies]
+
+    return score_with_judge
+
+
+def language_of(script, device=None):
+    """The language reward of a script."""
+    return functools.partial(language_reward, script=script.upper() or "LATIN")
+
+
+REWARDS = dict(accuracy=accuracy_reward, format=format_reward, step=step_reward, code=code_reward)
+REWARDS_WITH_ARGUMENT = dict(language=language_of, reward_model=reward_model, judge=judge_reward)
 
 
 # -------------------------------------------------------------------------- built-in task and model
@@ -1360,6 +1986,13 @@ def main():
         train(parse_args())
     except Error as error:
         sys.exit(f"grpo.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("grpo.py: interrupted")
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not re.search("out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
+            raise
+        hint = "lower --micro-batch-tokens (update) or --prompts-per-step (sampling)"
+        sys.exit(f"grpo.py: out of memory: {hint}; {first_line(error)}")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,16 @@
 whole runs. `python -m pytest` runs on a CPU, offline."""
 
 import copy
+import dataclasses
+import http.server
 import itertools
 import json
 import math
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -1285,8 +1290,8 @@ def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_o
     run = run_of(Config(prompt_template="{question}"), rewards)
     rows = grpo.encode_prompts([{"prompt": "1+1=", "answer": "2"}], run)
     ids = torch.tensor([run.tokenizer("2")["input_ids"] + [0, 0], [2, 3, 4]])
-    texts, scores, rewards = grpo.judge(run, rows, ids, completion_mask(ids, [0]))
-    assert texts == ["2", "012"] and rewards.tolist() == [2.5, 0.0]
+    texts, scores, rewards, steps = grpo.judge(run, rows, ids, completion_mask(ids, [0]))
+    assert steps is None and texts == ["2", "012"] and rewards.tolist() == [2.5, 0.0]
     assert scores["half_judged"][0] == 2 / 2 and scores["half_judged"][1].isnan()
 
 
@@ -1295,6 +1300,19 @@ def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_o
 QUICK = (
     "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 --eval-every 3".split()
 )
+VARIED = """
+def varied(prompts, completions, **columns):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+"""
+
+
+@pytest.fixture
+def varied(tmp_path):
+    """Words that ask for a reward that a model without any skill gets now and then."""
+    (tmp_path / "varied.py").write_text(VARIED)
+    return ["--reward", f"{tmp_path}/varied.py:varied", "accuracy"]
+
+
 TIMES = {"rollout_seconds", "update_seconds", "step_seconds", "peak_memory_gb"}
 
 
@@ -1332,17 +1350,16 @@ def test_tiny_learns(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_seeded_runs_repeat_bit_for_bit(tmp_path, dtype):
+def test_seeded_runs_repeat_bit_for_bit(tmp_path, dtype, varied):
+    words = [*QUICK, *varied, "--dtype", dtype]
     for name in ("a", "b"):
-        grpo.train(parse_args([*QUICK, "--dtype", dtype, "--output-dir", str(tmp_path / name)]))
+        grpo.train(parse_args([*words, "--output-dir", str(tmp_path / name)]))
     assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
     a, b = (weights_of(tmp_path / name / "checkpoint-3") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a) and a[
         "lm_head.weight"
     ].dtype == getattr(torch, dtype)
-    grpo.train(
-        parse_args([*QUICK, "--dtype", dtype, "--seed", "1", "--output-dir", str(tmp_path / "c")])
-    )
+    grpo.train(parse_args([*words, "--seed", "1", "--output-dir", str(tmp_path / "c")]))
     assert metrics_of(tmp_path / "c") != metrics_of(tmp_path / "a")
 
 
@@ -1498,3 +1515,528 @@ def test_mistakes_end_in_one_line(tmp_path, words, message):
     error = refusal(*words)
     assert error.startswith("grpo.py: ") and message in error
     assert (tmp_path / "file").read_text() == "mine"
+
+
+# ---------------------------------------------------------------------------- process supervision
+
+
+def slow_process_advantages(step_rewards, step_ends, num_generations, num_tokens):
+    result = []
+    for i in range(len(step_rewards)):
+        start = i - i % num_generations
+        group = [r for rewards in step_rewards[start : start + num_generations] for r in rewards]
+        mean = sum(group) / max(1, len(group))
+        variance = sum((r - mean) ** 2 for r in group) / max(1, len(group) - 1)
+        row = []
+        for t in range(num_tokens):
+            later = [r for r, end in zip(step_rewards[i], step_ends[i]) if end >= t]
+            row.append(sum((r - mean) / (math.sqrt(variance) + 1e-8) for r in later))
+        result.append(row)
+    return torch.tensor(result)
+
+
+def test_process_advantages_are_those_of_the_loop():
+    rewards = [[0.2, 1.0], [0.0], [0.5, 0.25, 1.0], [], [1.0, 0.0], [0.5], [2.0], [0.1, 0.9]]
+    ends = [[1, 4], [5], [0, 2, 3], [], [0, 5], [3], [2], [1, 2]]
+    found = grpo.process_advantages(rewards, ends, 4, 6)
+    torch.testing.assert_close(
+        found, slow_process_advantages(rewards, ends, 4, 6), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_process_advantages_of_worked_example():
+    """Steps of reward 1, 0 | 0, 1: mean 0.5, std 0.5774. A token sums the steps that end at or after it."""
+    found = grpo.process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
+    expected = [[0.0, -0.866, -0.866, 0.0], [0.0, 0.0, 0.866, 0.0]]
+    torch.testing.assert_close(found, torch.tensor(expected), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7, 1.0])
+def test_equal_step_rewards_have_exactly_no_advantage(value):
+    found = grpo.process_advantages([[value] * 3, [value] * 5], [[0, 1, 2], [0, 1, 2, 3, 4]], 2, 5)
+    assert (found == 0).all()
+    assert (
+        grpo.process_advantages([[1.0], []], [[0], []], 2, 3) == 0
+    ).all()  # a single step is its own mean
+
+
+STEPS = [  # completion, index of each step's last token (a token a character, EOS is the last)
+    ("1+1\n2+2", [3, 7]),
+    ("1+1\n\n2+2\n", [3, 9]),  # a blank line is no step; the last one goes on to the EOS
+    ("\n\n1+1", [5]),
+    ("1", [1]),
+    ("", [0]),
+    (" \n ", [3]),
+]
+
+
+@pytest.mark.parametrize("text, expected", STEPS)
+def test_steps_end_where_their_lines_do(text, expected):
+    _, tokenizer = grpo.tiny_model(0, torch.float32)
+    assert grpo.step_ends(tokenizer, tokenizer(text)["input_ids"] + [0]) == expected
+    cut_off = tokenizer(text)["input_ids"]
+    if cut_off and text.strip():
+        assert grpo.step_ends(tokenizer, cut_off) == [min(e, len(cut_off) - 1) for e in expected]
+
+
+def test_steps_may_end_at_another_separator():
+    _, tokenizer = grpo.tiny_model(0, torch.float32)
+    assert grpo.step_ends(tokenizer, tokenizer("a b.\nc. d")["input_ids"], ". ") == [7, 8]
+    assert grpo.step_ends(tokenizer, tokenizer("a##b#c##d")["input_ids"], "##") == [2, 7, 8]
+
+
+EQUATIONS = """16 - 3 - 4 = 9|1; 16-3-4=8|0; <<16-3-4=9>>9 eggs|1; 9 * 2 = $<<9*2=18>>18|1; 9 * 2 = $<<9*2=19>>18|0
+2 + 2 = 4 and 1 + 1 = 3|0; 1/2 + 1/4 = 3/4|1; 0.1 + 0.2 = 0.3|1; 10 / 3 = 3.33|1; 10/3 = 3.34|0; 10 / 3 = 3|0
+20% * 50 = 10|1; 100% - 20% = 80%|1; 20/50*100 = 40%|1; 1,000 + 234 = 1,234|1; $5 + $3 = $8|1; 2 x 3 = 6|1
+2 × 3 = 6|1; 6 ÷ 3 = 2|1; 5 − 7 = −2|1; (1 + 2) * 3 = 9|1; 1 + 2 * 3 = 9|0; 2^3 = 8|1; 2^3 + 1 = 9|1; 3 + 4 = 7 = 5 + 2|1
+1 + 1 = 2 = 3|0; so x = 5|?; 2x + 1 = 5|?; x - 1 = 5|?; no numbers|?; x = 3 + 4 = 7|1; 3 + 4 = 7 apples|1; 4 = 2 * x|?
+7 + 3 = 2y|?; 1/0 = 5|?; 9^99999999 = 1|?; 5|?; = 5|?; |?; 3 + 4 = 7.|1; 007 + 1 = 8|1; Day 1: 3 + 4 = 8|0; a=b|?"""
+
+
+@pytest.mark.parametrize("line, holds", _pairs(EQUATIONS))
+def test_a_step_is_right_if_its_equations_hold(line, holds):
+    assert grpo.step_reward([""], [line or "none"]) == [[{"1": 1.0, "0": 0.0, "?": 0.5}[holds]]]
+
+
+def test_steps_are_scored_line_by_line():
+    assert grpo.step_reward(["", ""], ["1+1=2\n\n1+1=3\nok", ""]) == [[1.0, 0.0, 0.5], []]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.text("0123456789+-*/^()=.,%$ x<>\n"))
+def test_any_line_has_a_truth_value_and_costs_milliseconds(text):
+    start = time.perf_counter()
+    assert grpo.equations_hold(text) in (True, False, None)
+    assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1+" * 50_000 + "1=1", "(" * 50_000, "9" * 100_000, "1=" * 50_000, "-" * 99_999 + "1=1"],
+)
+def test_hostile_lines_cost_milliseconds(text):
+    start = time.perf_counter()
+    grpo.step_reward([""], [text])
+    assert time.perf_counter() - start < 0.5
+
+
+PROCESS_FILE = """
+def each_line(prompts, completions, steps, **columns):
+    return [[float("1" in step) for step in parts] for parts in steps]
+
+def too_many(prompts, completions, **columns):
+    return [[1.0, 2.0, 3.0]] * len(prompts)
+"""
+
+
+def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
+    (tmp_path / "steps.py").write_text(PROCESS_FILE)
+    specs = [f"{tmp_path}/steps.py:each_line=2", "accuracy"]
+    run = run_of(Config(prompt_template="{question}"), grpo.load_rewards(specs))
+    rows = grpo.encode_prompts([{"prompt": "1+1=", "answer": "2"}], run)
+    ids = [run.tokenizer(text)["input_ids"] + [0] for text in ("1\n2", "\n")]
+    ids, mask = grpo.pad(ids, 0, "right", "cpu")
+    texts, scores, rewards, (step_rewards, ends) = grpo.judge(run, rows, ids, mask)
+    assert step_rewards == [[2.0, 0.0 + 1.0], [0.0]] and ends == [
+        [1, 3],
+        [1],
+    ]  # accuracy is the last step's
+    assert scores["each_line"].tolist() == [0.5, 0.0] and rewards.tolist() == [2.0, 0.0]
+    run = run_of(
+        Config(prompt_template="{question}"), grpo.load_rewards([f"{tmp_path}/steps.py:too_many"])
+    )
+    with pytest.raises(Error, match="too_many.*3 numbers for 2 steps"):
+        grpo.judge(run, rows, ids, mask)
+
+
+# -------------------------------------------------------------------------------------- more rewards
+
+
+def test_language_reward():
+    texts = ["so x = 5", "因此 x", "Привет x", "5 + 5"]
+    assert grpo.language_reward([""] * 4, texts) == [1.0, 1 / 3, 1 / 7, 1.0]
+    assert grpo.load_rewards(["language:cjk"])["language"][0](
+        prompts=[""], completions=["因此 x"]
+    ) == [2 / 3]
+
+
+GOOD = "def add(a, b):\n    return a + b\n"
+TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+BAD_CODE = {
+    "wrong": "def add(a, b):\n    return a - b\n",
+    "syntax": "def add(a, b:\n",
+    "endless loop": "while True: pass",
+    "sleep": "import time; time.sleep(100)",
+    "fork bomb": GOOD + "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "memory hog": GOOD + "x = [b'x' * 10**9 for _ in range(100)]",
+    "huge output": GOOD + "import sys\nfor _ in range(10**7): sys.__stdout__.write('x' * 10000)",
+    "exit": "import sys; sys.exit(0)",
+    "hard exit": "import os; os._exit(0)",
+    "prints what a passing run prints": "print('passed'); import os; os.write(1, b'0' * 32); os._exit(0)",
+    "kills its parent": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
+    "kills its group": "import os, signal; os.killpg(0, signal.SIGKILL)",
+    "daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nos._exit(0)",
+}
+
+
+def fenced(code):
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+def test_code_reward_of_good_code():
+    completions = [fenced(GOOD), fenced("x = 1") + fenced(GOOD), "no code", fenced(GOOD)]
+    tests = [TESTS, TESTS.splitlines(), TESTS, None]
+    assert grpo.code_reward([""] * 4, completions, tests) == [1.0, 1.0, 0.0, None]
+
+
+@pytest.mark.parametrize("name", BAD_CODE)
+def test_code_that_does_not_pass_is_stopped_in_time(name):
+    start = time.perf_counter()
+    assert grpo.run_tests(BAD_CODE[name], TESTS, seconds=2) is False
+    assert time.perf_counter() - start < 4
+
+
+def test_code_runs_side_by_side():
+    start = time.perf_counter()
+    grpo.code_reward([""] * 4, [fenced("import time; time.sleep(1)\n" + GOOD)] * 4, [TESTS] * 4)
+    assert time.perf_counter() - start < 0.9 * 4
+
+
+def sees(code):
+    """Whether code that raises unless it finds what it looks for runs to its end."""
+    return grpo.run_tests(code, "", seconds=4)
+
+
+NAMESPACES = sees("import os; assert os.getpid() == 1")
+
+
+def test_code_sees_an_empty_folder_and_a_clean_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    assert sees("import os; assert 'secret-key' not in str(dict(os.environ))")
+    assert not sees("open('job.json')")
+    if not NAMESPACES:
+        pytest.skip("this kernel refuses namespaces")
+    (tmp_path / "mine").write_text("mine")
+    assert not sees(f"open({str(tmp_path / 'mine')!r}).read()")
+    assert (
+        not sees(f"open({str(tmp_path / 'theirs')!r}, 'w')") and not (tmp_path / "theirs").exists()
+    )
+    assert not sees("import sys; open(sys.prefix + '/x', 'w')")
+    assert not sees(
+        "import os\nfor pid in os.listdir('/proc'):\n  if pid.isdigit() and pid != '1': 1/0\n1/0 if b'secret' in open('/proc/1/environ', 'rb').read() else 1/0"
+    )
+    assert not sees("import socket; socket.create_connection(('127.0.0.1', 22), 1)")
+
+
+def test_a_reward_model_scores_in_batches_as_alone(tmp_path):
+    torch.manual_seed(0)
+    _, tokenizer = grpo.tiny_model(0, torch.float32)
+    shape = dict(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    config = transformers.Qwen2Config(**shape, num_labels=1, num_key_value_heads=2, pad_token_id=0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(tmp_path)
+    for template in (None, CHATML):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path)
+        ((function, weight),) = grpo.load_rewards([f"reward_model:{tmp_path}=0.5"]).values()
+        completions = ["12", "a longer one", "3"] * 7
+        prompts, messages = ["1+1="] * 21, [[{"role": "user", "content": "1+1="}]] * 21
+        scores = function(prompts=prompts, completions=completions, messages=messages)
+        for completion, score in zip(completions[:3], scores):
+            text = f"1+1={completion}"
+            if template:
+                turns = [*messages[0], {"role": "assistant", "content": completion}]
+                text = tokenizer.apply_chat_template(turns, tokenize=False)
+            alone = model(**tokenizer(text, return_tensors="pt")).logits.item()
+            assert score == pytest.approx(alone, abs=1e-5)
+    transformers.AutoModelForSequenceClassification.from_config(
+        transformers.Qwen2Config(**shape, num_labels=2, num_key_value_heads=2)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(Error, match="2 outputs"):
+        grpo.load_rewards([f"reward_model:{tmp_path}"])
+
+
+@pytest.fixture
+def judge_server():
+    """A real server of the chat protocol on loopback, whose manners the answer to rate chooses."""
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = body["messages"][0]["content"]
+            answer = re.search(r"Answer to rate:\n(.*?)\n\nReply", content, re.DOTALL)[1]
+            seen.append((self.path, body["model"], self.headers.get("Authorization"), content))
+            if answer == "slow":
+                time.sleep(2)
+            if answer == "error" or (answer == "flaky" and sum("flaky" in s[3] for s in seen) < 2):
+                return self.send_error(500)
+            text = {
+                "rubbish": "I would say 7",
+                "eleven": "Score: 11",
+                "two lines": "Score: 1\nScore: 2",
+            }
+            text = text.get(answer, f"Score: {answer}" if answer.isdigit() else "Score: 7")
+            reply = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+            reply = (
+                b"not json"
+                if answer == "no json"
+                else b'{"choices": []}'
+                if answer == "empty"
+                else reply
+            )
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", seen
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_judge_reads_strictly_and_counts_what_fails(judge_server, monkeypatch, capsys):
+    url, seen = judge_server
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    function = grpo.judge_reward(f"some-model@{url}", timeout=1, attempts=2)
+    answers = [
+        "0",
+        "7",
+        "10",
+        "{question}",
+        "flaky",
+        "error",
+        "slow",
+        "rubbish",
+        "eleven",
+        "two lines",
+        "no json",
+        "empty",
+    ]
+    scores = function(prompts=["1+1?"] * 12, completions=answers, answer=["two"] * 12)
+    assert scores == [0.0, 0.7, 1.0, 0.7, 0.7] + [None] * 7
+    assert "7 of 12 calls of the judge failed" in capsys.readouterr().out
+    path, model, key, content = seen[0]
+    assert (path, model, key) == ("/v1/chat/completions", "some-model", "Bearer key")
+    assert "1+1?" in content and "two" in content
+
+
+def test_a_judge_that_is_not_there_is_reported_and_stops_the_run(capsys):
+    rewards = {"judge": (grpo.judge_reward("m@http://127.0.0.1:9/v1", timeout=1, attempts=1), 1.0)}
+    with pytest.raises(Error, match="no completion was judged"):
+        grpo.score(rewards, prompts=["p"], completions=["c"])
+    assert "1 of 1 calls of the judge failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["judge:", "judge:model", "judge:model@ftp://x", "judge", "language:cjk=x", "accuracy:x"],
+)
+def test_specs_with_arguments_that_do_not_parse_are_errors(spec):
+    with pytest.raises(Error, match="--reward"):
+        grpo.load_rewards([spec])
+
+
+def test_a_completion_that_nobody_judged_has_no_advantage():
+    rewards = torch.tensor([1.0, math.nan, 0.0, 0.5] + [math.nan] * 4)
+    filled = grpo.fill_unjudged(rewards, 4)
+    assert filled.tolist() == [1.0, 0.5, 0.0, 0.5, 0, 0, 0, 0]
+    assert group_advantages(filled, 4)[[1, 4, 5, 6, 7]].tolist() == [0.0] * 5
+
+
+# ------------------------------------------------------------------------------------------------ LoRA
+
+
+def test_lora_trains_adapters_against_the_policy_without_them(tmp_path, varied):
+    pytest.importorskip("peft")
+    words = [*QUICK, *varied, "--lora-rank", "2", "--learning-rate", "0.01", "--warmup-steps", "0"]
+    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "run")]))
+    start, end = (
+        weights_of(tmp_path / "run" / "reference"),
+        weights_of(tmp_path / "run" / "checkpoint-3"),
+    )
+    moved = {name for name in start if not torch.equal(start[name], end[name])}
+    assert moved and all("proj" in name for name in moved)  # merged, and the linear layers alone
+    for name in moved:
+        assert torch.linalg.matrix_rank(end[name] - start[name], rtol=1e-3) <= 2
+    rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-9) and rows[2]["kl"] > 1e-6
+    # The adapter on the reference is the merged model.
+    import peft
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "reference")
+    adapted = peft.PeftModel.from_pretrained(
+        base, tmp_path / "run" / "checkpoint-3" / "adapter"
+    ).merge_and_unload()
+    for name, tensor in adapted.state_dict().items():
+        torch.testing.assert_close(tensor, end[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_model_that_arrives_with_an_adapter_keeps_it_in_the_reference(tmp_path):
+    peft = pytest.importorskip("peft")
+    save_model(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapted")
+    grpo.tiny_model(0, torch.float32)[1].save_pretrained(tmp_path / "adapted")
+    batch = ragged_batch()
+    with torch.no_grad():
+        expected = token_logprobs(adapted.get_base_model(), *batch)
+    for rank in (0, 2):
+        config = Config(
+            model=str(tmp_path / "adapted"), lora_rank=rank, output_dir=str(tmp_path / f"run{rank}")
+        )
+        run = grpo.set_up(
+            dataclasses.replace(config, prompt_template="{question}", max_completion_length=8)
+        )
+        _, reference, _ = grpo.prepare(run)
+        torch.testing.assert_close(reference(*batch), expected, atol=1e-4, rtol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                token_logprobs(run.policy, *batch), expected, atol=1e-4, rtol=1e-4
+            )
+
+
+# ------------------------------------------------------------------------------ evaluation and resume
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
+    for n, right, k in itertools.product(range(1, 7), range(7), range(1, 7)):
+        if right <= n and k <= n:
+            subsets = list(itertools.combinations([i < right for i in range(n)], k))
+            assert grpo.pass_at_k(n, right, k) == pytest.approx(
+                sum(map(any, subsets)) / len(subsets)
+            )
+
+
+def test_evaluation_logs_greedy_accuracy_and_pass_at_k_and_changes_nothing(tmp_path):
+    runs = []
+    for every in ("1", "3"):
+        out = str(tmp_path / every)
+        grpo.train(
+            parse_args([*QUICK, "--sft-steps", "30", "--eval-every", every, "--output-dir", out])
+        )
+        runs.append(metrics_of(out))
+    evaluations = [row for row in runs[0] if "eval/reward" in row]
+    assert [row["step"] for row in evaluations] == [0, 1, 2, 3]
+    for row in evaluations:
+        assert 0 <= row["eval/pass@1"] <= row["eval/pass@2"] <= row["eval/pass@4"] <= 1
+    steps = [[row for row in run if "loss" in row] for run in runs]
+    assert steps[0] == steps[1]
+
+
+RESUMABLE = [*QUICK, "--max-steps", "6", "--save-every", "2", "--samples-every", "2", "--seed", "5"]
+VARIATIONS = {
+    "plain": [],
+    "bfloat16": ["--dtype", "bfloat16"],
+    "mu": ["--num-iterations", "2", "--beta", "0"],
+    "lora": ["--lora-rank", "2"],
+}
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, variation, varied, monkeypatch):
+    if variation == "lora":
+        pytest.importorskip("peft")
+    words = [*RESUMABLE, *VARIATIONS[variation], *varied]
+    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "whole")]))
+
+    class Crash(Exception):
+        pass
+
+    def crash(run, step, *args, original=grpo.show_samples):
+        original(run, step, *args)
+        if step == 4:
+            raise Crash
+
+    monkeypatch.setattr(grpo, "show_samples", crash)
+    with pytest.raises(Crash):
+        grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "cut")]))
+    monkeypatch.undo()
+    with open(tmp_path / "cut" / "metrics.jsonl", "a") as log:
+        log.write('{"step": 5, "rew')  # a crash in the midst of a line
+    assert [p.name for p in grpo.checkpoints(tmp_path / "cut")] == ["checkpoint-2"]
+    grpo.train(parse_args(["--resume", str(tmp_path / "cut")]))
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("cut", "whole")]
+    assert samples[0] == samples[1]
+    whole, cut = (weights_of(tmp_path / name / "checkpoint-6") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    states = [
+        torch.load(tmp_path / n / "checkpoint-6" / "trainer_state.pt")["optimizer"]
+        for n in ("whole", "cut")
+    ]
+    for a, b in zip(states[0]["masters"], states[1]["masters"]):
+        assert torch.equal(a, b)
+    row = json.loads(samples[0].splitlines()[0])
+    assert {"step", "prompt", "completion", "rewards/accuracy", "reward", "advantage"} <= set(row)
+
+
+def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, capsys):
+    out = tmp_path / "run"
+    grpo.train(parse_args([*RESUMABLE, "--output-dir", str(out)]))
+    assert [path.name for path in grpo.checkpoints(out)] == ["checkpoint-6", "checkpoint-4"]
+    expected = weights_of(out / "checkpoint-6")
+    with open(out / "checkpoint-6" / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\0")
+    (out / ".checkpoint-8").mkdir()  # what a crash while saving leaves
+    grpo.train(parse_args(["--resume", str(out)]))
+    assert "checkpoint-6 is damaged" in capsys.readouterr().out
+    assert all(
+        torch.equal(expected[name], tensor)
+        for name, tensor in weights_of(out / "checkpoint-6").items()
+    )
+
+
+def test_a_disk_that_is_full_is_an_error_that_leaves_earlier_checkpoints(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    calls, original = [], torch.save
+    monkeypatch.setattr(
+        torch, "save", lambda *a: (calls.append(1), original(*a) if len(calls) < 2 else full())[1]
+    )
+    with pytest.raises(
+        Error, match="cannot save.*checkpoint-4.*No space left.*earlier checkpoints"
+    ):
+        grpo.train(parse_args([*RESUMABLE, "--output-dir", str(tmp_path / "run")]))
+    monkeypatch.undo()
+    assert grpo.newest_checkpoint(tmp_path / "run").name == "checkpoint-2"
+    assert not list((tmp_path / "run").glob(".checkpoint*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
+    command = [sys.executable, str(Path(grpo.__file__).resolve()), *QUICK, "--max-steps", "100000"]
+    process = subprocess.Popen(
+        [*command, "--output-dir", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while len(grpo.read_log(tmp_path, "metrics.jsonl")) < 5 and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1 and "go on with --resume" in error.splitlines()[-1]
+    last = max(row["step"] for row in grpo.read_log(tmp_path, "metrics.jsonl"))
+    assert grpo.newest_checkpoint(tmp_path).name == f"checkpoint-{last}"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it():
+    with pytest.raises(Error, match="pip install no_such_package"):
+        grpo.optional("no_such_package", "--report-to x")
