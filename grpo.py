@@ -1947,14 +1947,11 @@ def arithmetic(config):
 
 def tiny_model(seed, dtype):
     """A 2-layer Qwen2 with 135,168 random weights, and a tokenizer with a token a character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokens = ["<eos>", "<unk>", *"0123456789+-*/=()<>#.,: \nabcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    # Qwen2's byte-level tokenizer without merges; Ġ and Ċ are its names for space and newline.
+    tokens = ["<eos>", "<unk>", *"0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"]
     special = dict(eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = transformers.Qwen2Tokenizer(vocab=vocab, merges=[], **special)
     shape = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     shape |= dict(num_key_value_heads=4, tie_word_embeddings=True, initializer_range=0.06)
     shape |= dict(vocab_size=len(tokens), max_position_embeddings=256)

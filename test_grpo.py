@@ -1393,7 +1393,7 @@ def test_a_run_leaves_metrics_and_a_checkpoint_and_is_never_written_over(tmp_pat
         )
     checkpoint = tmp_path / "run" / "checkpoint-3"
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
+    assert tokenizer.decode(tokenizer("12 + 3\n=")["input_ids"]) == "12 + 3\n="
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
     with pytest.raises(Error, match="holds a run"):
         grpo.train(parse_args(words))
