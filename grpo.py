@@ -54,6 +54,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import unicodedata
 import urllib.request
 from collections.abc import Callable
@@ -65,8 +66,17 @@ from typing import Literal, get_args, get_origin
 
 import numpy
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -289,7 +299,7 @@ def encode_prompts(rows, run):
             kept.append({**row, "messages": messages, "text": text, "ids": ids})
     if len(kept) < len(rows):
         dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts"
-        print(f"left out {dropped}: empty, or over {config.max_prompt_length} tokens")
+        say(f"left out {dropped}: empty, or over {config.max_prompt_length} tokens")
     return kept
 
 
@@ -960,30 +970,37 @@ class MasterAdamW:
         self.params = [param for param in model.parameters() if param.requires_grad]
         halves = [param.dtype == torch.bfloat16 for param in self.params]
         zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
-        pairs = list(zip(self.params, halves, strict=True))
-        self.remainders = [zeros(p.data, dtype=torch.int16) if half else None for p, half in pairs]
-        self.moments = [[zeros(p.data, dtype=torch.float32) for _ in "12"] for p in self.params]
+        pairs = zip(self.weights(), halves, strict=True)
+        self.remainders = [zeros(w, dtype=torch.int16) if half else None for w, half in pairs]
+        self.moments = [[zeros(w, dtype=torch.float32) for _ in "12"] for w in self.weights()]
+        self.sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.num_steps, self.sums = 0, {}
         self.options = dict(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
         self.options |= dict(amsgrad=False, maximize=False, fused=True)
 
+    def weights(self):
+        """The weights as this process holds them: all of each, or under FSDP its shares."""
+        return [local(param.data) for param in self.params]
+
     def masters(self):
         """The float32 weights."""
-        pairs = zip(self.params, self.remainders, strict=True)
-        return [p.data if rest is None else join_halves(p.data, rest) for p, rest in pairs]
+        pairs = zip(self.weights(), self.remainders, strict=True)
+        return [w if rest is None else join_halves(w, rest) for w, rest in pairs]
 
     def state_dict(self):
-        masters = [master.cpu() for master in self.masters()]
-        return dict(masters=masters, moments=self.moments, num_steps=self.num_steps)
+        """Everything that a step depends on, whole and on the CPU, from all ranks."""
+        tensors = zip(self.params, self.masters(), self.moments, strict=True)
+        whole_ones = [[whole(t, param) for t in (master, *two)] for param, master, two in tensors]
+        return dict(tensors=whole_ones, num_steps=self.num_steps)
 
     def load_state_dict(self, state):
-        for i, (param, master) in enumerate(zip(self.params, state["masters"], strict=True)):
+        for i, (param, tensors) in enumerate(zip(self.params, state["tensors"], strict=True)):
+            master, *moments = (share(t, param.data).to(param.device) for t in tensors)
             if self.remainders[i] is None:
-                param.data.copy_(master)
+                local(param.data).copy_(master)
             else:
-                split_halves(master.to(param.device), param.data, self.remainders[i])
-            for moment, saved in zip(self.moments[i], state["moments"][i], strict=True):
-                moment.copy_(saved)
+                split_halves(master, param.data, self.remainders[i])
+            self.moments[i] = [moment.clone() for moment in moments]
         self.num_steps = state["num_steps"]
 
     @contextlib.contextmanager
@@ -1005,15 +1022,17 @@ class MasterAdamW:
 
         If the norm is not finite, raises `Error` and leaves all weights as they were.
         """
+        [module.reshard() for module in self.sharded]
         gradients = [self.sums.pop(param, param.grad) for param in self.params]
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).item()
+        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(norm):
             raise Error(f"the gradient's norm is {norm}; the weights are as they were before")
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
         for i, (param, gradient) in enumerate(zip(self.params, gradients, strict=True)):
             if gradient is not None:
                 rest = [] if self.remainders[i] is None else [self.remainders[i]]
-                tensors = (param.data, gradient, *self.moments[i], *rest)
+                tensors = (local(param.data), local(gradient), *self.moments[i], *rest)
                 for parts in zip(*(x.view(-1).split(self.SLICE) for x in tensors), strict=True):
                     self.step_slice(learning_rate, scale, *parts)
             gradients[i] = param.grad = None
@@ -1085,7 +1104,11 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
     step they are the new ones themselves.
     """
     prompt_ids, prompt_mask, completion_ids, mask = batch
-    size, num_tokens = config.num_generations, mask.sum()
+    # Ranks average their gradients, so that totals of the whole batch are means over ranks.
+    size, num_tokens = (
+        config.num_generations,
+        torch.tensor(gather(mask.sum().item())).float().mean(),
+    )
     advantages = advantages.reshape(len(mask), -1).expand(mask.shape)  # (N, C)
     live = torch.arange(len(prompt_ids))
     if reference is None:  # then a group without advantages has no gradient at all
@@ -1101,6 +1124,7 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
     options |= dict(importance_sampling_level=config.importance_sampling_level)
     options |= dict(max_completion_length=config.max_completion_length)
 
+    logprobs = getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
     old_logps, ref_logps, totals = {}, {}, dict(loss=0.0)
     for iteration in range(config.num_iterations):
         several = len(micro_batches) > 1
@@ -1110,7 +1134,7 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
                 inputs = crop(*inputs)
                 if iteration == 0 and reference is not None:
                     ref_logps[i] = reference(*inputs)
-                logp = token_logprobs(policy, *inputs, config.temperature, fast)
+                logp = logprobs(*inputs, config.temperature, fast)
                 if iteration == 0 and config.num_iterations > 1:
                     old_logps[i] = logp.detach()
                 terms = logp, old_logps.get(i), ref_logps.get(i), advantages[rows, : logp.shape[1]]
@@ -1120,6 +1144,7 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
                 totals["loss"] += loss.detach() / config.num_iterations
                 for name, value in metrics.items():
                     totals[name] = totals.get(name, 0) + value * weight
+        exchange_gradients(policy)
         if not torch.isfinite(totals["loss"]):
             raise Error("the loss is not finite; the weights are as they were before this update")
         totals["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
@@ -1150,6 +1175,8 @@ class Run:
 
     def log(self, name, *records):
         """Append records to a JSONL file of the run's folder."""
+        if ranks()[0]:
+            return
         if name == "metrics.jsonl":
             [self.track(record) for record in records]
         with open(self.output_dir / name, "a", encoding="utf-8") as lines:
@@ -1158,18 +1185,24 @@ class Run:
 
 def set_up(config):
     """The `Run` that a config asks for. Raises `Error` for whatever the config gets wrong."""
-    random.seed(config.seed)
-    torch.manual_seed(config.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = join_ranks()
+    rank, world_size = ranks()
+    random.seed(config.seed + rank)
+    numpy.random.seed(config.seed + rank)
+    torch.manual_seed(config.seed + rank)
+    if config.prompts_per_step % world_size or (world_size > 1 and config.lora_rank):
+        raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple, without LoRA")
     rewards = load_rewards(config.reward, device)
     train_rows, eval_rows = load_data(config, needs_answer="accuracy" in rewards)
     resumed = newest_checkpoint(Path(config.resume)) if config.resume else None
     reference = Path(config.resume or "") / "reference"
     start = str(reference) if resumed and reference.exists() else config.model
-    policy, tokenizer, eos_token_ids = load_model(dataclasses.replace(config, model=start), device)
+    dtype = "float32" if world_size > 1 else config.dtype  # FSDP's shards are the masters
+    loaded = load_model(dataclasses.replace(config, model=start, dtype=dtype), device)
+    policy, tokenizer, eos_token_ids = loaded
     run = Run(config, device, rewards, policy, tokenizer, eos_token_ids, fast_path_holds(policy))
     if not run.fast:
-        print(f"note: {type(policy).__name__} needs the plain path, slower and with more memory")
+        say(f"note: {type(policy).__name__} needs the plain path, slower and with more memory")
     run.train_rows, run.eval_rows = encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
     if len(run.train_rows) < config.prompts_per_step:
         few = f"{len(run.train_rows)} prompts are fewer than --prompts-per-step"
@@ -1181,6 +1214,10 @@ def set_up(config):
         raise Error(f"{need} exceed the {positions} positions of {config.model}")
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run.output_dir = Path(config.output_dir or Path("runs") / name)
+    run.output_dir = Path(gather(str(run.output_dir))[0])
+    run.resumed = resumed
+    if rank:
+        return run
     try:
         run.output_dir.mkdir(parents=True, exist_ok=True)
         if (run.output_dir / "config.json").exists() and not config.resume:
@@ -1189,7 +1226,7 @@ def set_up(config):
         (run.output_dir / "config.json").write_text(text)
     except OSError as error:
         raise Error(f"cannot write to --output-dir {run.output_dir}: {error}") from None
-    run.resumed, run.track = resumed, tracker(run)
+    run.track = tracker(run)
     return run
 
 
@@ -1284,9 +1321,11 @@ def evaluate(run, step):
     size = max(1, config.prompts_per_step * config.num_generations // max(1, config.eval_samples))
     devices = [run.device] if run.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(config.seed)
-        for start in tqdm(range(0, len(run.eval_rows), size), "evaluating", leave=False):
-            rows = run.eval_rows[start : start + size]
+        torch.manual_seed(config.seed + ranks()[0])
+        mine = run.eval_rows[ranks()[0] :: ranks()[1]] or run.eval_rows[:1]
+        bar = tqdm(range(0, len(mine), size), "evaluating", leave=False, disable=ranks()[0] > 0)
+        for start in bar:
+            rows = mine[start : start + size]
             _, scores, rewards, _ = judge(run, rows, *rollout(run, rows, 1, temperature=0)[2:])
             named = {f"rewards/{name}": values for name, values in scores.items()}
             parts.append(dict(reward=rewards, **named))
@@ -1294,6 +1333,7 @@ def evaluate(run, step):
                 samples = rollout(run, rows, config.eval_samples, config.temperature)
                 scores = judge(run, rows, *samples[2:])[1]["accuracy"]
                 right += scores.view(len(rows), -1).sum(1).int().tolist()
+    parts, right = sum(gather(parts), []), sum(gather(right), [])
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     means = {f"eval/{name}": values.nanmean().item() for name, values in columns.items()}
     for k in (2**i for i in range(10)):
@@ -1307,28 +1347,39 @@ def evaluate(run, step):
 def sft(run):
     """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS."""
     config, optimizer = run.config, MasterAdamW(run.policy)
-    bar = tqdm(range(1, config.sft_steps + 1), "supervised")
+    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=ranks()[0] > 0)
+    logprobs = functools.partial(token_logprobs, run.policy)
+    logprobs = getattr(run.policy, "token_logprobs", logprobs)
     for step in bar:
         size = config.prompts_per_step * config.num_generations
-        rows = prompt_batch(run.train_rows, step, size, config.seed)
+        rows = prompt_batch(run.train_rows, step, size, config.seed)[ranks()[0] :: ranks()[1]]
         solutions = [str(row.get("solution") or row["answer"]) for row in rows]
         ids = run.tokenizer(solutions, add_special_tokens=False)["input_ids"]
         prompt_ids, prompt_mask = pad([row["ids"] for row in rows], 0, "left", run.device)
         completion_ids, mask = pad([i + run.eos_token_ids[:1] for i in ids], 0, "right", run.device)
         lengths, total = (prompt_mask.sum(1).cpu(), mask.sum(1).cpu()), 0.0
+        num_tokens = sum(gather(mask.sum().item())) / ranks()[1]
+        micro_batches = cut_micro_batches(*lengths, 1, config.micro_batch_tokens)
         with optimizer.float32_sums():
-            for i, _ in cut_micro_batches(*lengths, 1, config.micro_batch_tokens):
+            for i, _ in micro_batches:
                 inputs = crop(prompt_ids[i], prompt_mask[i], completion_ids[i], mask[i])
-                loss = -token_logprobs(run.policy, *inputs, fast=run.fast).sum() / mask.sum()
+                loss = -logprobs(*inputs, fast=run.fast).sum() / num_tokens
                 loss.backward()
                 total += loss.item()
+        exchange_gradients(run.policy)
         optimizer.step(config.sft_learning_rate, config.max_grad_norm)
         bar.set_postfix(loss=f"{total:.3f}")
 
 
 def freeze_reference(run):
     """The policy as it stands, as a function: a batch -> its log-probs (N, C)."""
-    model = run.policy if run.lora else copy.deepcopy(run.policy).requires_grad_(False)
+    if ranks()[1] > 1:  # a copy for each rank, of what the first one saved
+        path = str(run.output_dir / "reference")
+        model = load_model(dataclasses.replace(run.config, model=path), run.device)[0]
+    else:
+        model = run.policy if run.lora else copy.deepcopy(run.policy)
+    if not run.lora:
+        model.requires_grad_(False)
 
     @torch.no_grad()
     def reference(*batch):
@@ -1344,6 +1395,9 @@ def prepare(run):
     config, path = run.config, run.resumed
     if config.lora_rank:
         add_lora(run)
+    if ranks()[1] > 1:
+        auto = "bfloat16" if run.device.type == "cuda" else "float32"
+        shard(run.policy, getattr(torch, auto if config.dtype == "auto" else config.dtype))
     if config.sft_steps and not path:
         sft(run)
         if run.lora:  # GRPO starts from the model with what these adapters learnt
@@ -1358,7 +1412,7 @@ def prepare(run):
     if path:
         return optimizer, reference, restore(run, optimizer, path)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        (run.output_dir / name).write_text("")
+        run.log(name)
     return optimizer, reference, 0
 
 
@@ -1366,18 +1420,21 @@ def train(config):
     """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
     run = set_up(config)
     size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
-    print(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
-    print(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
+    say(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
+    say(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
     optimizer, reference, done = prepare(run)
     heed_signals(run)
     group = config.num_generations
     if config.eval_every and not done:
         evaluate(run, 0)
-    bar = tqdm(range(done + 1, config.max_steps + 1), "training", config.max_steps, initial=done)
+    rank, world_size = ranks()
+    steps_left, show = range(done + 1, config.max_steps + 1), dict(disable=rank > 0, initial=done)
+    bar = tqdm(steps_left, "training", config.max_steps, **show)
     for step in bar:
         start = time.perf_counter()
         # 1. take B prompts
         rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
+        rows = rows[rank::world_size]
         # 2. sample G completions of each from the current policy
         prompt_ids, prompt_mask, completion_ids, mask = rollout(
             run, rows, group, config.temperature
@@ -1388,8 +1445,9 @@ def train(config):
         if steps:
             advantages = process_advantages(*steps, group, mask.shape[1])
         else:
-            advantages = fill_unjudged(rewards, group)
-            advantages = group_advantages(advantages, group, config.scale_rewards)
+            everyone = torch.cat(gather(fill_unjudged(rewards, group)))  # for the batch's std
+            advantages = group_advantages(everyone, group, config.scale_rewards)
+            advantages = advantages.chunk(world_size)[rank]
         # 5. ascend the clipped surrogate, held to the reference
         middle = time.perf_counter()
         finished = torch.isin(completion_ids, torch.tensor(run.eos_token_ids, device=run.device))
@@ -1412,6 +1470,7 @@ def train(config):
             learning_rate=rate, num_tokens=int(mask.sum()), rollout_seconds=middle - start,
             update_seconds=end - middle, step_seconds=end - start, peak_memory_gb=peak_memory_gb(),
         )  # fmt: skip
+        record = mean_over_ranks(record)
         run.log("metrics.jsonl", record)
         shown = dict(reward="reward", kl="kl", length="completion_length")
         bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
@@ -1420,11 +1479,24 @@ def train(config):
         if config.eval_every and (step % config.eval_every == 0 or step == config.max_steps):
             evaluate(run, step)
         due = config.save_every and step % config.save_every == 0
+        run.stop = max(gather(run.stop))
         if due or run.stop or step == config.max_steps:
             save_checkpoint(run, optimizer, step)
         if run.stop and step < config.max_steps:
             raise Error(f"{run.stop} after step {step}; go on with --resume {run.output_dir}")
+    if rank:
+        return {}
     return conclude(run)
+
+
+def mean_over_ranks(record):
+    """Metrics of all ranks: means, but the sum of tokens and the largest memory."""
+    records, mean = gather(record), {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record[name] for record in records if record.get(name) is not None]
+        mean[name] = sum(values) / len(values) if values else None
+    tokens, peaks = ([record[k] for record in records] for k in ("num_tokens", "peak_memory_gb"))
+    return mean | dict(step=record["step"], num_tokens=sum(tokens), peak_memory_gb=max(peaks))
 
 
 def peak_memory_gb():
@@ -1442,7 +1514,7 @@ def show_samples(run, step, rows, texts, scores, rewards, advantages, count=3):
     group = run.config.num_generations
     for row, i in zip(rows[:count], range(0, len(texts), group), strict=False):
         prompt, completion = row["text"][-80:], texts[i][:300]
-        tqdm.write(f"step {step}  reward {rewards[i]:g}  {prompt!r} -> {completion!r}")
+        say(f"step {step}  reward {rewards[i]:g}  {prompt!r} -> {completion!r}")
     run.log("samples.jsonl", *(
         dict(step=step, prompt=rows[i // group]["text"], completion=texts[i])
         | {f"rewards/{name}": number_or_none(values[i]) for name, values in scores.items()}
@@ -1477,17 +1549,97 @@ def conclude(run):
     return evaluations[-1] if evaluations else {}
 
 
-# -------------------------------------------------------------------- checkpoints, trackers, signals
+# ------------------------------------------------------------------------------ several processes
+
+
+def ranks():
+    """(number of this process, number of processes)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def join_ranks():
+    """This process's device; under torchrun it first meets the others."""
+    cuda = torch.cuda.is_available()
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def gather(value):
+    """A list of what each rank gives."""
+    values = [value] * ranks()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def say(text):
+    """Print above the progress bar, on the first rank alone."""
+    if ranks()[0] == 0:
+        tqdm.write(text)
+
+
+def shard(policy, compute_dtype):
+    """FSDP2: each rank keeps its share of each float32 weight, gradient and moment. Whole weights,
+    in `compute_dtype`, are gathered once for a rollout and once for each update."""
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for module in [*layers, policy]:
+        fully_shard(module, mp_policy=precision, reshard_after_forward=False)
+    policy.set_reshard_after_backward(False)  # layers stay whole until the optimizer's step
+    policy.set_requires_gradient_sync(False)  # and gradients until `exchange_gradients`
+    policy.token_logprobs = types.MethodType(token_logprobs, policy)
+    register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
+
+
+def exchange_gradients(policy):
+    """Sum the ranks' gradients: in one more pass, of one token and times zero, that runs each layer
+    once on every rank. In the others they may run layers and micro-batches of any number."""
+    if ranks()[1] > 1:
+        token = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+        policy.set_requires_gradient_sync(True)
+        (0 * policy.token_logprobs(token, token == 0, token, token == 0)).sum().backward()
+        policy.set_requires_gradient_sync(False)
+
+
+def local(tensor):
+    """This rank's share of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor, like):
+    """A share of a tensor sharded like `like` -> all of it, on the CPU."""
+    if isinstance(like, DTensor):
+        tensor = DTensor.from_local(tensor, like.device_mesh, like.placements, shape=like.shape,
+                                    stride=like.stride()).full_tensor()  # fmt: skip
+    return tensor.cpu()
+
+
+def share(tensor, like):
+    """All of a tensor -> this rank's share of it, as `like` is sharded."""
+    if isinstance(like, DTensor):
+        tensor = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return local(tensor)
+
+
+# ---------------------------------------------------------------- checkpoints, trackers, signals
 
 
 def save_model(run, path):
     """A folder that `from_pretrained` and vLLM load; with LoRA the merged model, and `adapter/`."""
-    model = run.policy
+    model, state = run.policy, None
     if run.lora:
         run.lora.save_pretrained(path / "adapter")
         model = copy.deepcopy(run.lora).merge_and_unload()
-    model.save_pretrained(path)
-    run.tokenizer.save_pretrained(path)
+    if ranks()[1] > 1:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)  # from all ranks, for the first one
+    if ranks()[0] == 0:
+        model.save_pretrained(path, state_dict=state)
+        run.tokenizer.save_pretrained(path)
+    gather(None)  # no rank reads before it is written
 
 
 def save_checkpoint(run, optimizer, step):
@@ -1498,23 +1650,27 @@ def save_checkpoint(run, optimizer, step):
     """
     path = run.output_dir / f"checkpoint-{step}"
     temporary = run.output_dir / f".checkpoint-{step}"
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
+        shutil.rmtree(temporary, ignore_errors=True)
         save_model(run, temporary)
         state = dict(step=step, optimizer=optimizer.state_dict(), random=random_state())
-        torch.save(state, temporary / "trainer_state.pt")
-        files = [file for file in temporary.rglob("*") if file.is_file()]
-        digests = {str(file.relative_to(temporary)): digest(file) for file in files}
-        (temporary / "manifest.json").write_text(json.dumps(digests, indent=2))
-        for file in [*files, temporary / "manifest.json"]:
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(temporary, path)
+        if ranks()[0] == 0:
+            torch.save(state, temporary / "trainer_state.pt")
+            files = [file for file in temporary.rglob("*") if file.is_file()]
+            digests = {str(file.relative_to(temporary)): digest(file) for file in files}
+            (temporary / "manifest.json").write_text(json.dumps(digests, indent=2))
+            for file in [*files, temporary / "manifest.json"]:
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+            shutil.rmtree(path, ignore_errors=True)
+            os.rename(temporary, path)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         text = f"cannot save {path}: {first_line(error)}; earlier checkpoints are as they were"
         raise Error(text) from None
+    gather(None)
+    if ranks()[0]:
+        return
     tqdm.write(f"saved {path}")
     evaluated = [row for row in read_log(run.output_dir, "metrics.jsonl") if "eval/reward" in row]
     best = max(evaluated, key=lambda row: row["eval/reward"])["step"] if evaluated else None
@@ -1543,7 +1699,7 @@ def newest_checkpoint(output_dir):
                 return path
         except (OSError, ValueError):
             pass
-        print(f"{path} is damaged and left aside")
+        say(f"{path} is damaged and left aside")
     return None
 
 
@@ -1551,12 +1707,13 @@ def restore(run, optimizer, path):
     """Weights, optimizer, random states and logs as they were when `path` was saved -> its step."""
     state = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
         rows = [row for row in read_log(run.output_dir, name) if row["step"] <= state["step"]]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (run.output_dir / name).write_text(text, encoding="utf-8")
-    random_state(state["random"])
-    print(f"going on after step {state['step']}")
+    if ranks()[0] == 0:  # other ranks draw anew
+        random_state(state["random"])
+    say(f"going on after step {state['step']}")
     return state["step"]
 
 
@@ -1981,6 +2138,8 @@ def main():
     """The command line."""
     try:
         train(parse_args())
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except Error as error:
         sys.exit(f"grpo.py: {error}")
     except KeyboardInterrupt:

@@ -8,8 +8,10 @@ import http.server
 import itertools
 import json
 import math
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -1979,7 +1981,7 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, variation, vari
         torch.load(tmp_path / n / "checkpoint-6" / "trainer_state.pt")["optimizer"]
         for n in ("whole", "cut")
     ]
-    for a, b in zip(states[0]["masters"], states[1]["masters"]):
+    for a, b in zip(sum(states[0]["tensors"], []), sum(states[1]["tensors"], [])):
         assert torch.equal(a, b)
     row = json.loads(samples[0].splitlines()[0])
     assert {"step", "prompt", "completion", "rewards/accuracy", "reward", "advantage"} <= set(row)
@@ -2040,3 +2042,128 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
     with pytest.raises(Error, match="pip install no_such_package"):
         grpo.optional("no_such_package", "--report-to x")
+
+
+# ----------------------------------------------------------------------------------- several processes
+
+RANKS = """
+import itertools, sys, torch
+sys.path[:0] = [{here!r}]
+import test_grpo as t, grpo
+
+grpo.join_ranks()
+rank, world_size = grpo.ranks()
+results = {{}}
+for loss_type, level in t.VARIANTS:
+    config = t.Config(num_generations=4, micro_batch_tokens=30, beta=0.1, loss_type=loss_type,
+                      importance_sampling_level=level, max_completion_length=6)
+    model, reference = t.tiny_model("qwen2"), t.tiny_model("qwen2", seed=1)
+    batch, advantages = t.four_groups()
+    part = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
+    rows = slice(part.start * 4, part.stop * 4)
+    mine = batch[0][part], batch[1][part], batch[2][rows], batch[3][rows]
+    if world_size > 1:
+        grpo.shard(model, torch.float32)
+    optimizer, step = grpo.MasterAdamW(model), grpo.MasterAdamW.step
+    def record(*args):
+        results[loss_type, level] = [grpo.whole(grpo.local(p.grad), p).clone() for p in optimizer.params]
+        return step(optimizer, *args)
+    optimizer.step = record
+    metrics = grpo.update(model, t.frozen(reference), optimizer, config, 1e-3, mine, advantages[rows], True)
+    metrics = grpo.mean_over_ranks(dict(metrics, step=1, num_tokens=0, peak_memory_gb=0))
+    results[loss_type, level, "metrics"] = metrics
+    results[loss_type, level, "state"] = optimizer.state_dict()
+    optimizer.load_state_dict(results[loss_type, level, "state"])
+    again = optimizer.state_dict()
+    for a, b in zip(again["tensors"], results[loss_type, level, "state"]["tensors"]):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
+if rank == 0:
+    torch.save(results, sys.argv[1])
+if world_size > 1:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def four_groups():
+    """Four prompts; the last two have short completions, so that their rank cuts fewer micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_ids = torch.randint(2, 40, (4, 5), generator=generator)
+    prompt_mask = torch.arange(5) >= torch.tensor([[0], [2], [1], [4]])
+    completion_ids = torch.randint(2, 40, (16, 6), generator=generator)
+    lengths = torch.tensor([6, 5, 6, 3, 6, 6, 2, 4, 1, 2, 1, 1, 2, 1, 1, 2])[:, None]
+    advantages = torch.randn(16, generator=generator)
+    return (prompt_ids, prompt_mask, completion_ids, torch.arange(6) < lengths), advantages
+
+
+def torchrun(*words, check=True):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+    ]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [*command, str(port), *map(str, words)]
+    return subprocess.run(
+        words, capture_output=True, text=True, check=check, env=environment, timeout=300
+    )
+
+
+def test_two_ranks_take_the_gradient_of_one_process(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(here=str(Path(grpo.__file__).resolve().parent)))
+    torchrun(script, tmp_path / "two")
+    subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "one")], check=True, capture_output=True
+    )
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    for loss_type, level in VARIANTS:
+        for x, y in zip(one[loss_type, level], two[loss_type, level], strict=True):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
+        expected = one[loss_type, level, "metrics"]
+        for name, value in two[loss_type, level, "metrics"].items():
+            assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_two_ranks_train_and_one_or_two_resume(tmp_path, varied):
+    words = [*QUICK, *varied, "--max-steps", "2", "--save-every", "1"]
+    result = torchrun(grpo.__file__, *words, "--output-dir", tmp_path / "run")
+    assert result.stdout.count("saved") == 2 and result.stdout.count("held-out") == 1
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert all(
+        row["num_tokens"] == pytest.approx(16 * row["completion_length"])
+        for row in rows
+        if "loss" in row
+    )
+    assert set(weights_of(tmp_path / "run" / "checkpoint-2")) == set(
+        weights_of(save_model(tmp_path / "m"))
+    )
+    grpo.train(parse_args(["--resume", str(tmp_path / "run"), "--max-steps", "3"]))
+    torchrun(grpo.__file__, "--resume", tmp_path / "run", "--max-steps", "4")
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert [path.name for path in grpo.checkpoints(tmp_path / "run")][0] == "checkpoint-4"
+
+
+def test_a_rank_that_fails_ends_the_whole_run_with_its_message(tmp_path):
+    reward = "import os\ndef fails(prompts, completions, **columns):\n    if os.environ['RANK'] == '1': raise ValueError('rank one is out of coffee')\n    return [1.0] * len(prompts)\n"
+    (tmp_path / "fails.py").write_text(reward)
+    start = time.perf_counter()
+    words = [
+        *QUICK,
+        "--eval-every",
+        "0",
+        "--reward",
+        f"{tmp_path}/fails.py:fails",
+        "--output-dir",
+        tmp_path / "run",
+    ]
+    result = torchrun(grpo.__file__, *words, check=False)
+    assert result.returncode != 0 and "rank one is out of coffee" in result.stderr
+    assert time.perf_counter() - start < 120
