@@ -1318,6 +1318,8 @@ def evaluate(run, step):
     """Means over the held-out rows, logged: reward and scores of greedy completions and, with the
     accuracy reward, pass@1, 2, 4, … of sampled ones. Leaves the random state as it was."""
     config, parts, right = run.config, [], []
+    if not run.eval_rows:  # fewer than ten rows of data leave none to hold out
+        return
     size = max(1, config.prompts_per_step * config.num_generations // max(1, config.eval_samples))
     devices = [run.device] if run.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -1341,27 +1343,34 @@ def evaluate(run, step):
             chances = [pass_at_k(config.eval_samples, n, k) for n in right]
             means[f"eval/pass@{k}"] = sum(chances) / len(chances)
     run.log("metrics.jsonl", dict(step=step, **means))
-    return means
 
 
 def sft(run):
     """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS."""
-    config, optimizer = run.config, MasterAdamW(run.policy)
-    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=ranks()[0] > 0)
+    config, optimizer, rows = run.config, MasterAdamW(run.policy), []
+    for row in run.train_rows:
+        text = row.get("solution") or row["answer"]
+        ids = run.tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        ids += run.eos_token_ids[:1]
+        if text is not None and len(ids) <= config.max_completion_length:
+            rows.append({**row, "solution_ids": ids})
+    if len(rows) < len(run.train_rows):
+        left_out = f"{len(run.train_rows) - len(rows)} of {len(run.train_rows)} solutions"
+        say(f"left out {left_out}: none, or over {config.max_completion_length} tokens")
+    if not rows:
+        raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
     logprobs = functools.partial(token_logprobs, run.policy)
     logprobs = getattr(run.policy, "token_logprobs", logprobs)
+    (rank, world_size), size = ranks(), config.prompts_per_step * config.num_generations
+    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
     for step in bar:
-        size = config.prompts_per_step * config.num_generations
-        rows = prompt_batch(run.train_rows, step, size, config.seed)[ranks()[0] :: ranks()[1]]
-        solutions = [str(row.get("solution") or row["answer"]) for row in rows]
-        ids = run.tokenizer(solutions, add_special_tokens=False)["input_ids"]
-        prompt_ids, prompt_mask = pad([row["ids"] for row in rows], 0, "left", run.device)
-        completion_ids, mask = pad([i + run.eos_token_ids[:1] for i in ids], 0, "right", run.device)
+        mine = prompt_batch(rows, step, size, config.seed)[rank::world_size]
+        prompt_ids, prompt_mask = pad([row["ids"] for row in mine], 0, "left", run.device)
+        completion_ids, mask = pad([r["solution_ids"] for r in mine], 0, "right", run.device)
         lengths, total = (prompt_mask.sum(1).cpu(), mask.sum(1).cpu()), 0.0
-        num_tokens = sum(gather(mask.sum().item())) / ranks()[1]
-        micro_batches = cut_micro_batches(*lengths, 1, config.micro_batch_tokens)
+        num_tokens = sum(gather(mask.sum().item())) / world_size  # ranks average their gradients
         with optimizer.float32_sums():
-            for i, _ in micro_batches:
+            for i, _ in cut_micro_batches(*lengths, 1, config.micro_batch_tokens):
                 inputs = crop(prompt_ids[i], prompt_mask[i], completion_ids[i], mask[i])
                 loss = -logprobs(*inputs, fast=run.fast).sum() / num_tokens
                 loss.backward()
@@ -1393,6 +1402,8 @@ def prepare(run):
     """The supervised steps, the adapters, the optimizer, the reference, and what an interrupted run
     left -> (optimizer, reference, number of steps done)."""
     config, path = run.config, run.resumed
+    if config.gradient_checkpointing:
+        checkpoint_layers(run.policy)
     if config.lora_rank:
         add_lora(run)
     if ranks()[1] > 1:
@@ -1403,16 +1414,15 @@ def prepare(run):
         if run.lora:  # GRPO starts from the model with what these adapters learnt
             run.policy = run.lora.merge_and_unload()
             add_lora(run)
-    if config.gradient_checkpointing:
-        checkpoint_layers(run.policy)
     if not path and config.max_steps and (config.beta or run.lora):
         save_model(run, run.output_dir / "reference")
     optimizer = MasterAdamW(run.policy, config.weight_decay)
     reference = freeze_reference(run) if config.beta else None
     if path:
         return optimizer, reference, restore(run, optimizer, path)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        run.log(name)
+    if ranks()[0] == 0:
+        for name in ("metrics.jsonl", "samples.jsonl"):  # of a run that left no checkpoint
+            (run.output_dir / name).write_text("")
     return optimizer, reference, 0
 
 
@@ -1436,9 +1446,7 @@ def train(config):
         rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
         rows = rows[rank::world_size]
         # 2. sample G completions of each from the current policy
-        prompt_ids, prompt_mask, completion_ids, mask = rollout(
-            run, rows, group, config.temperature
-        )
+        *prompts, completion_ids, mask = rollout(run, rows, group, config.temperature)
         # 3. score them
         texts, scores, rewards, steps = judge(run, rows, completion_ids, mask)
         # 4. normalise the scores within each group
@@ -1452,8 +1460,7 @@ def train(config):
         middle = time.perf_counter()
         finished = torch.isin(completion_ids, torch.tensor(run.eos_token_ids, device=run.device))
         finished = (finished & mask).any(1, keepdim=True)  # (N, 1)
-        learnt = mask & finished if config.mask_truncated else mask
-        batch = prompt_ids, prompt_mask, completion_ids, learnt
+        batch = *prompts, completion_ids, mask & finished if config.mask_truncated else mask
         rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
         common = run.policy, reference, optimizer, config, rate
         metrics = update(*common, batch, advantages.to(run.device), run.fast)
@@ -1748,7 +1755,11 @@ def tracker(run):
     if name == "tensorboard":
         optional("tensorboard", "--report-to tensorboard")
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
-        return lambda record: [writer.add_scalar(k, v, record["step"]) for k, v in record.items()]
+        return lambda record: [
+            writer.add_scalar(name, value, record["step"])
+            for name, value in record.items()
+            if value is not None
+        ]
     module = optional(name, f"--report-to {name}")
     module.init(project="grpo", name=run.output_dir.name, config=config)
     return lambda record: module.log(record, step=record["step"])
@@ -2136,6 +2147,7 @@ def first_line(error):
 
 def main():
     """The command line."""
+    transformers.utils.logging.disable_progress_bar()
     try:
         train(parse_args())
         if dist.is_initialized():

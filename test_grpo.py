@@ -2,20 +2,26 @@
 """grpo.py by numbers: worked examples first, then each function against a plain loop in float64, then
 whole runs. `python -m pytest` runs on a CPU, offline."""
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import http.server
+import inspect
 import itertools
 import json
 import math
 import os
+import random
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -1504,6 +1510,12 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch
         (["--reward", "nonsense"], "--reward nonsense"),
         (["--beta", "nan"], "--beta"),
         (["--output-dir", "{file}"], "--output-dir"),
+        (["--output-dir", "/proc/nowhere"], "--output-dir"),
+        (["--resume", "{empty}"], "--resume"),
+        (["--eval-data", "missing.jsonl"], "missing.jsonl"),
+        (["--data", "{nothing_to_learn}", "--reward", "format"], "--sft-steps"),
+        (["--chat-template", "on"], "--chat-template"),
+        (["--report-to", "trackio"], "pip install trackio"),
         (["--prompts-per-step", "5000"], "prompts-per-step"),
         (["--max-completion-length", "300"], "256 positions"),
         (["--max-prompt-length", "2"], "prompts"),
@@ -1512,7 +1524,10 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch
 def test_mistakes_end_in_one_line(tmp_path, words, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("mine")
-    words = [w.format(empty=tmp_path / "empty", file=tmp_path / "file") for w in words]
+    nothing = tmp_path / "nothing.jsonl"
+    nothing.write_text('{"prompt": "1+1="}\n' * 100)
+    paths = dict(empty=tmp_path / "empty", file=tmp_path / "file", nothing_to_learn=nothing)
+    words = [word.format(**paths) for word in words]
     words = words if "--output-dir" in words else [*words, "--output-dir", str(tmp_path / "run")]
     error = refusal(*words)
     assert error.startswith("grpo.py: ") and message in error
@@ -2167,3 +2182,101 @@ def test_a_rank_that_fails_ends_the_whole_run_with_its_message(tmp_path):
     result = torchrun(grpo.__file__, *words, check=False)
     assert result.returncode != 0 and "rank one is out of coffee" in result.stderr
     assert time.perf_counter() - start < 120
+
+
+# ------------------------------------------------------------------------------------- when things go wrong
+
+
+def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(tmp_path, varied):
+    words = [*RESUMABLE, *varied, "--save-every", "1", "--max-steps", "12"]
+    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "whole")]))
+    out, moments, kills = tmp_path / "killed", random.Random(time.time_ns()), 0
+    while True:
+        started = (out / "config.json").exists()
+        command = ["--resume", str(out)] if started else [*words, "--output-dir", str(out)]
+        command = [sys.executable, grpo.__file__, *command]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        goal = len(grpo.read_log(out, "metrics.jsonl")) + moments.randint(1, 4)
+        while process.poll() is None:
+            if kills < 4 and len(grpo.read_log(out, "metrics.jsonl")) >= goal:
+                time.sleep(moments.uniform(0, 0.1))  # in a step, or in the midst of saving
+                process.kill()
+                kills += 1
+            time.sleep(0.01)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+    assert metrics_of(out) == metrics_of(tmp_path / "whole")
+    whole, killed = (weights_of(folder / "checkpoint-12") for folder in (tmp_path / "whole", out))
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def test_a_file_size_limit_stops_a_save_and_leaves_the_checkpoint_before(tmp_path):
+    out = tmp_path / "run"
+    grpo.train(parse_args([*QUICK, "--output-dir", str(out)]))
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (10**6, 10**6))
+    command = [sys.executable, grpo.__file__, "--resume", str(out), "--max-steps", "4"]
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert result.returncode == 1 and "cannot save" in result.stderr.splitlines()[-1]
+    assert [path.name for path in grpo.checkpoints(out)] == ["checkpoint-3"]
+    assert grpo.newest_checkpoint(out).name == "checkpoint-3" and not list(out.glob(".check*"))
+
+
+def test_data_too_small_to_hold_anything_out_trains_without_evaluation(tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 5)
+    words = [*QUICK, "--data", str(tmp_path / "few.jsonl"), "--output-dir", str(tmp_path / "run")]
+    grpo.train(parse_args(words))
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_running_out_of_memory_says_which_options_to_lower(monkeypatch):
+    def hungry(config):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(grpo, "train", hungry)
+    assert "--micro-batch-tokens" in refusal() and "--prompts-per-step" in refusal()
+
+
+def test_metrics_go_to_the_tracker_that_is_asked_for(tmp_path, monkeypatch):
+    seen = []
+    module = types.SimpleNamespace(
+        init=lambda **k: seen.append(k), log=lambda record, step: seen.append(step)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    grpo.train(parse_args([*QUICK, "--report-to", "wandb", "--output-dir", str(tmp_path / "run")]))
+    assert seen[0]["config"]["seed"] == 0 and seen[1:] == [0, 1, 2, 3, 3]
+
+
+# ------------------------------------------------------------------------------------------ pasting
+
+HELPERS = {  # function -> what its docstring says that it needs
+    "completion_mask": [],
+    "group_advantages": ["_float"],
+    "process_advantages": ["group_advantages", "_float"],
+    "kl_k3": ["_float"],
+    "clipped_surrogate": ["importance_ratio", "masked_mean", "_float"],
+    "grpo_loss": ["clipped_surrogate", "importance_ratio", "kl_k3", "masked_mean", "_float"],
+    "token_logprobs": ["PromptCache", "LogProbs", "_float"],
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_function_works_alone_where_it_is_pasted(name):
+    docstring = getattr(grpo, name).__doc__
+    assert all(f"`{helper}`" in docstring for helper in HELPERS[name])
+    scope = {"torch": torch, "math": math}
+    if name == "token_logprobs":  # PromptCache extends transformers' cache
+        scope |= dict(DynamicCache=transformers.DynamicCache, copy=copy)
+    for source in [*HELPERS[name], name]:
+        exec(inspect.getsource(getattr(grpo, source)), scope)
+    logp, old_logp, ref_logp, advantages, mask = random_batch()
+    calls = {
+        "completion_mask": lambda f: f(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2]),
+        "group_advantages": lambda f: f(torch.arange(8.0), 4),
+        "process_advantages": lambda f: f([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4),
+        "kl_k3": lambda f: f(logp, ref_logp),
+        "clipped_surrogate": lambda f: f(logp, old_logp, advantages),
+        "grpo_loss": lambda f: f(logp, old_logp, ref_logp, advantages, mask)[0],
+        "token_logprobs": lambda f: f(tiny_model("qwen2"), *ragged_batch()),
+    }
+    torch.testing.assert_close(calls[name](scope[name]), calls[name](getattr(grpo, name)))
