@@ -409,7 +409,8 @@ def sample(logits, temperature=1.0, top_p=1.0, top_k=0):
         probs = F.pad(probs, (0, -probs.shape[1] % 128))
     blocks = probs.unflatten(1, (-1, 128))  # (N, ceil(V / 128), 128)
     block = torch.multinomial(blocks.sum(-1), 1)  # (N, 1)
-    within = torch.multinomial(blocks[torch.arange(len(block)), block[:, 0]], 1)  # (N, 1)
+    rows = torch.arange(len(block), device=block.device)
+    within = torch.multinomial(blocks[rows, block[:, 0]], 1)  # (N, 1)
     return (block * 128 + within)[:, 0]
 
 

@@ -2,7 +2,6 @@
 """grpo.py by numbers: worked examples first, then each function against a plain loop in float64, then
 whole runs. `python -m pytest` runs on a CPU, offline."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -2280,3 +2279,44 @@ def test_a_function_works_alone_where_it_is_pasted(name):
         "token_logprobs": lambda f: f(tiny_model("qwen2"), *ragged_batch()),
     }
     torch.testing.assert_close(calls[name](scope[name]), calls[name](getattr(grpo, name)))
+
+
+# ------------------------------------------------------------------------------------ random shapes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(2, 5),
+    st.integers(1, 7),
+    st.integers(0, 2**31),
+    st.sampled_from(VARIANTS),
+)
+def test_tensor_functions_of_any_shape_give_finite_numbers_of_the_right_shape(
+    b, g, c, seed, variant
+):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 4, (b * g, c), generator=generator)
+    mask = completion_mask(ids, [0, 1])
+    assert mask.shape == ids.shape and mask[:, 0].all() and (mask[:, 1:] <= mask[:, :-1]).all()
+    rewards = torch.randint(0, 3, (b * g,), generator=generator).float()
+    advantages = group_advantages(rewards, g)
+    assert advantages.shape == rewards.shape and advantages.view(b, g).mean(1).abs().max() < 1e-5
+    logp, old_logp, ref_logp = -5 * torch.rand(3, b * g, c, generator=generator)
+    loss_type, level = variant
+    options = dict(loss_type=loss_type, importance_sampling_level=level)
+    loss, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, mask, **options)
+    assert loss.shape == () and all(x.isfinite() for x in (loss, *metrics.values()))
+    surrogate = clipped_surrogate(
+        logp, old_logp, advantages, mask=mask, importance_sampling_level=level
+    )
+    assert (
+        surrogate.shape == kl_k3(logp, ref_logp).shape == (b * g, c) and surrogate.isfinite().all()
+    )
+    steps = [[float(r)] * int(n) for r, n in zip(rewards, mask.sum(1))]
+    ends = [list(range(len(step))) for step in steps]
+    process = grpo.process_advantages(steps, ends, g, c)
+    assert process.shape == (b * g, c) and process.isfinite().all() and (process[~mask] == 0).all()
+    prompt_lengths, lengths = torch.randint(1, 9, (b,), generator=generator), mask.sum(1)
+    cut = cut_micro_batches(prompt_lengths, lengths, g, 1 + seed % 60)
+    assert sorted(torch.cat([rows for _, rows in cut]).tolist()) == list(range(b * g))
