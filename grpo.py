@@ -990,13 +990,19 @@ class MasterAdamW:
 
     def state_dict(self):
         """Everything that a step depends on, whole and on the CPU, from all ranks."""
-        tensors = zip(self.params, self.masters(), self.moments, strict=True)
-        whole_ones = [[whole(t, param) for t in (master, *two)] for param, master, two in tensors]
-        return dict(tensors=whole_ones, num_steps=self.num_steps)
+        rows = zip(self.params, self.weights(), self.remainders, self.moments, strict=True)
+        tensors = [
+            [None if t is None else whole(t, param) for t in (weights, rest, *moments)]
+            for param, weights, rest, moments in rows
+        ]
+        return dict(tensors=tensors, num_steps=self.num_steps)
 
     def load_state_dict(self, state):
-        for i, (param, tensors) in enumerate(zip(self.params, state["tensors"], strict=True)):
-            master, *moments = (share(t, param.data).to(param.device) for t in tensors)
+        for i, (param, saved) in enumerate(zip(self.params, state["tensors"], strict=True)):
+            weights, rest, *moments = saved
+            master = weights if rest is None else join_halves(weights, rest)
+            tensors = (share(t, param.data).to(param.device) for t in (master, *moments))
+            master, *moments = tensors
             if self.remainders[i] is None:
                 local(param.data).copy_(master)
             else:
@@ -2151,8 +2157,10 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     try:
         train(parse_args())
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized():  # gloo's threads can abort in an ordinary end of the interpreter
+            dist.barrier()
+            sys.stdout.flush()
+            os._exit(0)
     except Error as error:
         sys.exit(f"grpo.py: {error}")
     except KeyboardInterrupt:

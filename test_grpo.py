@@ -1996,7 +1996,7 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, variation, vari
         for n in ("whole", "cut")
     ]
     for a, b in zip(sum(states[0]["tensors"], []), sum(states[1]["tensors"], [])):
-        assert torch.equal(a, b)
+        assert a is b is None or torch.equal(a, b)
     row = json.loads(samples[0].splitlines()[0])
     assert {"step", "prompt", "completion", "rewards/accuracy", "reward", "advantage"} <= set(row)
 
@@ -2090,7 +2090,7 @@ for loss_type, level in t.VARIANTS:
     optimizer.load_state_dict(results[loss_type, level, "state"])
     again = optimizer.state_dict()
     for a, b in zip(again["tensors"], results[loss_type, level, "state"]["tensors"]):
-        assert all(torch.equal(x, y) for x, y in zip(a, b))
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 if rank == 0:
     torch.save(results, sys.argv[1])
 if world_size > 1:
