@@ -12,7 +12,7 @@ One training step (DeepSeekMath, arXiv:2402.03300, algorithm 1) is the loop in `
   4. normalise the scores within each group into advantages             `group_advantages`
   5. ascend the clipped surrogate, held to a frozen reference by the    `token_logprobs`, `update`,
      k3 estimate of the KL divergence, with AdamW                       `grpo_loss`, `MasterAdamW`
-  6. log, look at samples, evaluate, save                               `evaluate`, …
+  6. log, look at samples, evaluate, save                               `show_samples`, `evaluate`
 
 Shapes, in every docstring and comment: B prompts, G samples of each, N = B*G completions (rows
 b*G … b*G+G-1 belong to prompt b), P prompt length (left-padded), C completion length
@@ -28,6 +28,9 @@ Where this file departs from the papers and from common tutorials (each has a te
   - Every normaliser counts the whole optimizer batch: micro-batches do not change the gradient.
   - The weights that AdamW moves are float32: at a learning rate of 1e-6 bfloat16 ones stand still.
   - A group's shared prompt runs through the model once, in sampling, scoring and training.
+
+The main line ends with `train`. After it: several processes, checkpoints, more rewards, the
+built-in task, the command line.
 """
 
 import argparse
@@ -37,15 +40,14 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import http.client
 import importlib
-import importlib.util
 import json
 import math
 import operator
 import os
 import random
 import re
+import runpy
 import secrets
 import shutil
 import signal
@@ -69,13 +71,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
@@ -158,10 +155,8 @@ class Config:
                 raise Error(f"{name} must be one of {', '.join(get_args(field.type))}, not {value}")
             if type(value) in (int, float) and not (low <= value <= high and abs(value) < math.inf):
                 raise Error(f"{name} must be a number from {low} to {high}, not {value}")
-        if "{question}" not in (self.prompt_template or "{question}"):
-            raise Error("--prompt-template must contain {question}")
-        if not self.step_separator:
-            raise Error("--step-separator must not be empty")
+        if "{question}" not in (self.prompt_template or "{question}") or not self.step_separator:
+            raise Error("--prompt-template needs {question} in it, --step-separator some text")
 
 
 # What `--model tiny` changes; whatever the user types wins.
@@ -174,32 +169,30 @@ def parse_args(argv=None) -> Config:
     """`Config` from a list of command-line words (default: the process's)."""
     width = functools.partial(argparse.ArgumentDefaultsHelpFormatter, max_help_position=34)
     parser = argparse.ArgumentParser(
-        usage="python grpo.py [--option value ...]",
+        usage="python grpo.py [--option value ...]", allow_abbrev=False,
         description="Train a language model with GRPO, Group Relative Policy Optimization.",
         formatter_class=functools.partial(width, width=110),
-        allow_abbrev=False,
-    )
+    )  # fmt: skip
     for field in dataclasses.fields(Config):
         kind = (get_args(field.type) or (field.type,))[0]  # `float | None` -> float
         # SUPPRESS keeps a default of None out of the help, where words say what happens instead.
         default = argparse.SUPPRESS if field.default is None else field.default
-        kwargs = dict(help=field.metadata["help"], default=default)
         if kind is bool:
-            kwargs |= dict(action=argparse.BooleanOptionalAction)
+            how = dict(action=argparse.BooleanOptionalAction)
         elif get_origin(field.type) is Literal:
-            kwargs |= dict(choices=get_args(field.type))
+            how = dict(choices=get_args(field.type))
         else:
-            kwargs |= dict(type=kind, metavar=kind.__name__.upper())
-        if get_origin(field.type) is tuple:
-            kwargs |= dict(nargs="+")
-        parser.add_argument("--" + field.name.replace("_", "-"), **kwargs)
+            how = dict(type=kind, metavar=kind.__name__.upper())
+            how |= dict(nargs="+") if field.name == "reward" else {}
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, help=field.metadata["help"], default=default, **how)
     first = parser.parse_args(argv)
     if first.model == "tiny":
         parser.set_defaults(**TINY)
-    if getattr(first, "resume", None):
-        path = Path(first.resume) / "config.json"
+    if "resume" in first:
         try:
-            parser.set_defaults(**json.loads(path.read_text()) | dict(output_dir=first.resume))
+            options = json.loads(Path(first.resume, "config.json").read_text())
+            parser.set_defaults(**options | dict(output_dir=first.resume))
         except (OSError, ValueError, TypeError) as error:
             raise Error(f"--resume {first.resume}: {error}") from None
     args = vars(parser.parse_args(argv))
@@ -218,10 +211,10 @@ def read_rows(source, needs_answer):
     """
     if Path(source).suffix in (".jsonl", ".json") or Path(source).exists():
         try:
-            lines = Path(source).read_text(encoding="utf-8").splitlines()
+            lines = enumerate(Path(source).read_text(encoding="utf-8").split("\n"), 1)
         except (OSError, UnicodeDecodeError) as error:
             raise Error(f"cannot read {source}: {error}") from None
-        rows = [(f"{source}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+        rows = [(f"{source}, line {i}", line) for i, line in lines if line.strip()]
     else:
         name, config, split = (source.split(":") + [None, None])[:3]
         datasets = optional("datasets", f"{source} is no file; as a Hub data set it")
@@ -274,7 +267,7 @@ def chat_template_fits(tokenizer, eos_token_ids):
 
 def encode_prompts(rows, run):
     """The rows with "text" and "ids" as the model will see them, without the over-long ones."""
-    config, tokenizer = run.config, run.tokenizer
+    config, tokenizer, kept = run.config, run.tokenizer, []
     chat = config.chat_template == "on"
     if config.chat_template == "auto":
         chat = chat_template_fits(tokenizer, run.eos_token_ids)
@@ -282,7 +275,6 @@ def encode_prompts(rows, run):
         raise Error(f"--chat-template on: the tokenizer of {config.model} has none")
     boxed = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
     template = config.prompt_template or (boxed if "accuracy" in run.rewards else "{question}")
-    kept = []
     for row in rows:
         messages = row["prompt"]
         if isinstance(messages, str):
@@ -291,8 +283,8 @@ def encode_prompts(rows, run):
             messages = [{"role": "system", "content": config.system_prompt}, *messages]
         text = "\n".join(message["content"] for message in messages)
         if chat:
-            render = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
-            text = render(messages, tokenize=False)
+            how = dict(tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages, **how)
         # A chat template writes its own BOS.
         ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
         if 0 < len(ids) <= config.max_prompt_length:
@@ -306,14 +298,13 @@ def encode_prompts(rows, run):
 def prompt_batch(rows, step, size, seed):
     """The `size` rows of step 1, 2, …: epochs of shuffled rows, a function of the step alone, so
     that a resumed run finds its place."""
-    epochs, batch = {}, []
-    for i in range((step - 1) * size, step * size):
-        epoch, position = divmod(i, len(rows))
-        if epoch not in epochs:
-            generator = torch.Generator().manual_seed(seed + epoch)
-            epochs[epoch] = torch.randperm(len(rows), generator=generator).tolist()
-        batch.append(rows[epochs[epoch][position]])
-    return batch
+
+    @functools.cache
+    def order(epoch):
+        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch))
+
+    places = (divmod(i, len(rows)) for i in range((step - 1) * size, step * size))
+    return [rows[order(epoch)[position]] for epoch, position in places]
 
 
 def pad(sequences, pad_token_id, side, device):
@@ -322,10 +313,10 @@ def pad(sequences, pad_token_id, side, device):
     >>> pad([[5], [6, 7]], 0, "left", "cpu")[0].tolist()
     [[0, 5], [6, 7]]
     """
-    ids = [torch.tensor(sequence) for sequence in sequences]
     stack = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
-    mask = stack([torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences])
-    return stack(ids, padding_value=pad_token_id).to(device), mask.to(device)
+    ids = stack([torch.tensor(ids) for ids in sequences], padding_value=pad_token_id)
+    mask = stack([torch.ones(len(ids), dtype=torch.bool) for ids in sequences])
+    return ids.to(device), mask.to(device)
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -338,43 +329,46 @@ def load_model(config, device):
     attention that it knows to work (`sdpa` where the model has it). A trained adapter that comes
     with the model is merged: the reference is the model with it.
     """
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
-    if config.model == "tiny":
-        model, tokenizer = tiny_model(config.seed, dtype)
-    else:
-        safe = dict(trust_remote_code=False)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(config.model, **safe)
-            if find_adapter_config_file(config.model):
-                peft = optional("peft", f"the adapter {config.model}")
-                adapted = peft.AutoPeftModelForCausalLM.from_pretrained(config.model, dtype=dtype)
+    dtype, name, safe = compute_dtype(config, device), config.model, dict(trust_remote_code=False)
+    try:
+        if name == "tiny":
+            model, tokenizer = tiny_model(config.seed, dtype)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, **safe)
+            if find_adapter_config_file(name):
+                peft = optional("peft", f"the adapter {name}")
+                adapted = peft.AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
                 model = adapted.merge_and_unload()
             else:
-                load = functools.partial(AutoModelForCausalLM.from_pretrained, use_safetensors=True)
-                model = load(config.model, dtype=dtype, **safe)
-        except Error:
-            raise
-        except Exception as error:
-            raise Error(f"cannot load {config.model}: {first_line(error)}") from None
+                safe |= dict(use_safetensors=True, dtype=dtype)
+                model = AutoModelForCausalLM.from_pretrained(name, **safe)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(f"cannot load {name}: {first_line(error)}") from None
     model.to(device).eval()  # no dropout, ever: sampling, old, new and reference log-probs agree
     for param in model.parameters():
         param.data = param.data.clone()  # the mapped file's unaligned tensors slow a CPU down
     ids = [c.eos_token_id for c in (model.generation_config, model.config, tokenizer)]
     eos = next((i for i in ids if i is not None), None)
     if eos is None:
-        raise Error(f"{config.model} names no EOS token: it would never stop")
+        raise Error(f"{name} names no EOS token: it would never stop")
     eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = eos_token_ids[0]
     return model, tokenizer, eos_token_ids
 
 
+def compute_dtype(config, device):
+    """What `--dtype` means on a device."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if config.dtype == "auto" else config.dtype)
+
+
 def add_lora(run):
     """Freeze the policy and train low-rank adapters of its linear layers (arXiv:2106.09685). They
     start as zero, so that with them off the policy is the reference and needs no second copy."""
-    peft = optional("peft", "--lora-rank")
-    rank = run.config.lora_rank
+    peft, rank = optional("peft", "--lora-rank"), run.config.lora_rank
     lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     run.lora = peft.get_peft_model(run.policy, lora)  # puts the adapters into the policy itself
 
@@ -392,26 +386,19 @@ def checkpoint_layers(model):
 def sample(logits, temperature=1.0, top_p=1.0, top_k=0):
     """One token of each row from softmax(logits / temperature): (N, V) -> (N,). 0: the best one.
 
-    First a block of 128 tokens is drawn, then a token of it, which is the same distribution:
-    `torch.multinomial` draws a random number for each weight that it is given, and for a vocabulary
-    of 151,936 that took a third of a decoding step on a CPU.
+    By the inverse of the distribution function: `torch.multinomial` draws a random number for each
+    word, which for 151,936 of them took a third of a decoding step on a CPU.
     """
     if temperature == 0:
         return logits.argmax(-1)
-    if temperature != 1:
-        logits = _float(logits) / temperature
+    logits = _float(logits) / temperature
     if top_k:
         logits = transformers.TopKLogitsWarper(top_k)(None, logits)
     if top_p < 1:
         logits = transformers.TopPLogitsWarper(top_p)(None, logits)
-    probs = logits.softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    if probs.shape[1] % 128:
-        probs = F.pad(probs, (0, -probs.shape[1] % 128))
-    blocks = probs.unflatten(1, (-1, 128))  # (N, ceil(V / 128), 128)
-    block = torch.multinomial(blocks.sum(-1), 1)  # (N, 1)
-    rows = torch.arange(len(block), device=block.device)
-    within = torch.multinomial(blocks[rows, block[:, 0]], 1)  # (N, 1)
-    return (block * 128 + within)[:, 0]
+    cdf = logits.softmax(1).cumsum(1, dtype=torch.float64)  # (N, V); float32 would lose the tail
+    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
+    return torch.searchsorted(cdf, draws, right=True)[:, 0]
 
 
 @torch.no_grad()
@@ -424,7 +411,7 @@ def generate(
     prompt_ids, prompt_mask: (B, P), left-padded. C is at most `max_completion_length`; after a
     row's EOS stands `pad_token_id`. Heeds nothing of the model's generation config. Each prompt
     runs once and a finished row is dropped, unless the model's cache can be neither repeated nor
-    cut (linear attention, Mamba). Needs `sample` and `completion_mask`.
+    cut (linear attention, Mamba). Needs `sample`, `completion_mask` and `_float`.
     """
     cache = DynamicCache(config=model.config)
     shared = all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
@@ -608,15 +595,15 @@ def load_rewards(specs, device="cpu"):
         target, weight = re.fullmatch(r"(.*?)(?:=([^=]*))?", spec, re.DOTALL).groups()
         name, _, argument = target.partition(":")
         try:
-            if target.endswith(".py") or ".py:" in target:
+            if ".py:" in target:
                 path, _, name = target.rpartition(":")
-                function = getattr(run_file(path), name)
+                function = run_file(path)[name]
             elif name in REWARDS and not argument:
                 function = REWARDS[name]
             else:
                 function = REWARDS_WITH_ARGUMENT[name](argument, device)
             rewards[name] = (function, 1.0 if weight is None else float(weight))
-        except (KeyError, ValueError, AttributeError, OSError) as error:
+        except (KeyError, ValueError, OSError) as error:
             known = ", ".join([*REWARDS, *(f"{name}:…" for name in REWARDS_WITH_ARGUMENT)])
             known += " or FILE.py:FUNCTION, with =WEIGHT if not 1"
             raise Error(f"--reward {spec}: {first_line(error)}; it takes {known}") from None
@@ -626,17 +613,14 @@ def load_rewards(specs, device="cpu"):
 
 
 def run_file(path):
-    """The module that a Python file defines."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
+    """{name: value} of what a Python file defines."""
     try:
-        spec.loader.exec_module(module)
+        return runpy.run_path(path)
     except OSError:
         raise
     except Exception as error:
         traceback.print_exc()
         raise Error(f"{path} failed: {error!r}") from None
-    return module
 
 
 def score(rewards, **columns):
@@ -969,46 +953,14 @@ class MasterAdamW:
 
     def __init__(self, model, weight_decay=0.0):
         self.params = [param for param in model.parameters() if param.requires_grad]
-        halves = [param.dtype == torch.bfloat16 for param in self.params]
         zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
-        pairs = zip(self.weights(), halves, strict=True)
-        self.remainders = [zeros(w, dtype=torch.int16) if half else None for w, half in pairs]
-        self.moments = [[zeros(w, dtype=torch.float32) for _ in "12"] for w in self.weights()]
-        self.sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        halves = [param for param in self.params if param.dtype == torch.bfloat16]
+        self.remainders = {param: zeros(param, dtype=torch.int16) for param in halves}
+        self.moments = [[zeros(p, dtype=torch.float32) for _ in range(2)] for p in self.params]
+        self.sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
         self.num_steps, self.sums = 0, {}
         self.options = dict(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
         self.options |= dict(amsgrad=False, maximize=False, fused=True)
-
-    def weights(self):
-        """The weights as this process holds them: all of each, or under FSDP its shares."""
-        return [local(param.data) for param in self.params]
-
-    def masters(self):
-        """The float32 weights."""
-        pairs = zip(self.weights(), self.remainders, strict=True)
-        return [w if rest is None else join_halves(w, rest) for w, rest in pairs]
-
-    def state_dict(self):
-        """Everything that a step depends on, whole and on the CPU, from all ranks."""
-        rows = zip(self.params, self.weights(), self.remainders, self.moments, strict=True)
-        tensors = [
-            [None if t is None else whole(t, param) for t in (weights, rest, *moments)]
-            for param, weights, rest, moments in rows
-        ]
-        return dict(tensors=tensors, num_steps=self.num_steps)
-
-    def load_state_dict(self, state):
-        for i, (param, saved) in enumerate(zip(self.params, state["tensors"], strict=True)):
-            weights, rest, *moments = saved
-            master = weights if rest is None else join_halves(weights, rest)
-            tensors = (share(t, param.data).to(param.device) for t in (master, *moments))
-            master, *moments = tensors
-            if self.remainders[i] is None:
-                local(param.data).copy_(master)
-            else:
-                split_halves(master, param.data, self.remainders[i])
-            self.moments[i] = [moment.clone() for moment in moments]
-        self.num_steps = state["num_steps"]
 
     @contextlib.contextmanager
     def float32_sums(self):
@@ -1019,11 +971,13 @@ class MasterAdamW:
             self.sums[param] = param.grad.float() if total is None else total.add_(param.grad)
             param.grad = None
 
-        halves = [param for param in self.params if param.dtype == torch.bfloat16]
-        hooks = [param.register_post_accumulate_grad_hook(add) for param in halves]
-        yield
-        [hook.remove() for hook in hooks]
+        hooks = [param.register_post_accumulate_grad_hook(add) for param in self.remainders]
+        try:
+            yield
+        finally:
+            [hook.remove() for hook in hooks]
 
+    @torch.no_grad()
     def step(self, learning_rate, max_grad_norm=math.inf):
         """Clip the gradient to `max_grad_norm`, update, drop the gradient -> its norm before.
 
@@ -1032,27 +986,48 @@ class MasterAdamW:
         [module.reshard() for module in self.sharded]
         gradients = [self.sums.pop(param, param.grad) for param in self.params]
         norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        norm = whole(norm).item()
         if not math.isfinite(norm):
             raise Error(f"the gradient's norm is {norm}; the weights are as they were before")
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
-        for i, (param, gradient) in enumerate(zip(self.params, gradients, strict=True)):
+        for param, moments in zip(self.params, self.moments, strict=True):
+            gradient, param.grad = gradients.pop(0), None
             if gradient is not None:
-                rest = [] if self.remainders[i] is None else [self.remainders[i]]
-                tensors = (local(param.data), local(gradient), *self.moments[i], *rest)
-                for parts in zip(*(x.view(-1).split(self.SLICE) for x in tensors), strict=True):
+                tensors = [param, gradient, *moments]
+                tensors += [self.remainders[param]] if param in self.remainders else []
+                slices = [local(tensor).view(-1).split(self.SLICE) for tensor in tensors]
+                for parts in zip(*slices, strict=True):
                     self.step_slice(learning_rate, scale, *parts)
-            gradients[i] = param.grad = None
         self.num_steps += 1
         return norm
 
     def step_slice(self, learning_rate, scale, weights, gradient, first, second, remainder=None):
+        """The step of a few weights: torch's own AdamW, on their float32 masters."""
         master = weights if remainder is None else join_halves(weights, remainder)
         count = torch.tensor(float(self.num_steps), device=master.device)
-        state = [master], [gradient.float().mul_(scale)], [first], [second], [], [count]
+        state = [master], [gradient.float() * scale], [first], [second], [], [count]
         adamw(*state, lr=learning_rate, **self.options)
         if remainder is not None:
             split_halves(master, weights, remainder)
+
+    def state_dict(self):
+        """Everything that a step depends on, whole and on the CPU, from all ranks."""
+        rows = [(p.data, self.remainders.get(p), *m) for p, m in zip(self.params, self.moments)]
+        tensors = [[None if x is None else whole(x).cpu() for x in row] for row in rows]
+        return dict(tensors=tensors, num_steps=self.num_steps)
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """What `state_dict` gave, on any number of ranks."""
+        for param, moments, saved in zip(self.params, self.moments, state["tensors"], strict=True):
+            weights, remainder, *saved_moments = saved
+            master = weights if remainder is None else join_halves(weights, remainder)
+            if param in self.remainders:
+                split_halves(master.to(param.device), param, self.remainders[param])
+            else:
+                param.copy_(share(master, param))
+            [moment.copy_(share(x, moment)) for moment, x in zip(moments, saved_moments)]
+        self.num_steps = state["num_steps"]
 
 
 def join_halves(weights, remainder):
@@ -1076,23 +1051,23 @@ def cut_micro_batches(prompt_lengths, completion_lengths, num_generations, max_t
     an equal part of it. Sorted by length, so that little is padding. One completion alone may
     exceed the budget.
     """
-    worst = int(prompt_lengths.max()), int(completion_lengths.max())
+    prompt, completion = prompt_lengths.max(), completion_lengths.max()
     sizes = [size for size in range(1, num_generations + 1) if num_generations % size == 0]
-    size = max([s for s in sizes if worst[0] + s * worst[1] <= max_tokens], default=1)
+    size = max([s for s in sizes if prompt + s * completion <= max_tokens], default=1)
     groups = completion_lengths.view(-1, num_generations)
     order = groups.argsort(dim=1, descending=True, stable=True)
     rows = order + torch.arange(0, len(completion_lengths), num_generations)[:, None]  # (B, G)
-    parts = rows.view(-1, size)
+    parts = rows.view(-1, size)  # each of one group, its longest completion first
     parts = parts[completion_lengths[parts[:, 0]].argsort(descending=True, stable=True)]
-
-    micro_batches, prompts = [], parts[:, 0] // num_generations
-    start = 0
-    for end in range(1, len(parts) + 1):
-        longest = prompt_lengths[prompts[start:end]].max(), completion_lengths[parts[start, 0]]
-        if end - start > 1 and (end - start) * (longest[0] + size * longest[1]) > max_tokens:
-            micro_batches.append((prompts[start : end - 1], parts[start : end - 1].flatten()))
-            start = end - 1
-    return micro_batches + [(prompts[start:], parts[start:].flatten())]
+    micro_batches, batch = [], parts[:0]
+    for part in parts:
+        longer = torch.cat([batch, part[None]])
+        prompt = prompt_lengths[longer[:, 0] // num_generations].max()
+        if len(longer) * (prompt + size * completion_lengths[longer[0, 0]]) > max_tokens:
+            micro_batches, longer = [*micro_batches, batch], part[None]
+        batch = longer
+    batches = [batch for batch in [*micro_batches, batch] if len(batch)]
+    return [(batch[:, 0] // num_generations, batch.flatten()) for batch in batches]
 
 
 def crop(prompt_ids, prompt_mask, completion_ids, mask):
@@ -1111,30 +1086,26 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
     step they are the new ones themselves.
     """
     prompt_ids, prompt_mask, completion_ids, mask = batch
+    size, advantages = config.num_generations, advantages.reshape(len(mask), -1).expand(mask.shape)
     # Ranks average their gradients, so that totals of the whole batch are means over ranks.
-    size, num_tokens = (
-        config.num_generations,
-        torch.tensor(gather(mask.sum().item())).float().mean(),
-    )
-    advantages = advantages.reshape(len(mask), -1).expand(mask.shape)  # (N, C)
-    live = torch.arange(len(prompt_ids))
-    if reference is None:  # then a group without advantages has no gradient at all
-        some = advantages.reshape(len(prompt_ids), -1).any(1).cpu()
-        live = live[some] if some.any() else live[:1]
-    lengths = prompt_mask.sum(1).cpu()[live], mask.sum(1).cpu().view(-1, size)[live].flatten()
-    micro_batches = [
-        (live[prompts], live[rows // size] * size + rows % size)
-        for prompts, rows in cut_micro_batches(*lengths, size, config.micro_batch_tokens)
-    ]
-    options = dict(epsilon=config.epsilon, epsilon_high=config.epsilon_high, beta=config.beta)
-    options |= dict(loss_type=config.loss_type, num_sequences=len(mask), num_tokens=num_tokens)
+    num_tokens = torch.tensor(gather(mask.sum().item())).float().mean()
+    options = dict(num_sequences=len(mask), num_tokens=num_tokens, beta=config.beta)
+    options |= dict(epsilon=config.epsilon, epsilon_high=config.epsilon_high)
+    options |= dict(loss_type=config.loss_type, max_completion_length=config.max_completion_length)
     options |= dict(importance_sampling_level=config.importance_sampling_level)
-    options |= dict(max_completion_length=config.max_completion_length)
+    if reference is None:  # then a group without advantages has no gradient at all
+        live = advantages.reshape(len(prompt_ids), -1).any(1)  # (B,)
+        live[0] |= not live.any()
+        rows = live.repeat_interleave(size)  # (N,)
+        prompt_ids, prompt_mask = prompt_ids[live], prompt_mask[live]
+        completion_ids, mask, advantages = completion_ids[rows], mask[rows], advantages[rows]
+    lengths = prompt_mask.sum(1).cpu(), mask.sum(1).cpu()
+    micro_batches = cut_micro_batches(*lengths, size, config.micro_batch_tokens)
+    several = len(micro_batches) > 1
 
-    logprobs = getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
-    old_logps, ref_logps, totals = {}, {}, dict(loss=0.0)
+    logprobs = entry(policy)
+    old_logps, ref_logps, totals = {}, {}, {}
     for iteration in range(config.num_iterations):
-        several = len(micro_batches) > 1
         with optimizer.float32_sums() if several else contextlib.nullcontext():
             for i, (prompts, rows) in enumerate(micro_batches):
                 inputs = prompt_ids[prompts], prompt_mask[prompts], completion_ids[rows], mask[rows]
@@ -1147,10 +1118,10 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
                 terms = logp, old_logps.get(i), ref_logps.get(i), advantages[rows, : logp.shape[1]]
                 loss, metrics = grpo_loss(*terms, inputs[-1], **options)
                 loss.backward()
-                weight = inputs[-1].sum() / (num_tokens.clamp(min=1) * config.num_iterations)
-                totals["loss"] += loss.detach() / config.num_iterations
-                for name, value in metrics.items():
-                    totals[name] = totals.get(name, 0) + value * weight
+                weight = inputs[-1].sum() / num_tokens.clamp(min=1)
+                values = {name: weight * value for name, value in metrics.items()}
+                for name, value in dict(values, loss=loss.detach()).items():
+                    totals[name] = totals.get(name, 0) + value / config.num_iterations
         exchange_gradients(policy)
         if not torch.isfinite(totals["loss"]):
             raise Error("the loss is not finite; the weights are as they were before this update")
@@ -1167,11 +1138,11 @@ class Run:
 
     config: Config
     device: torch.device
-    rewards: dict
+    rewards: dict  # {name: (function, weight)}
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_token_ids: list[int]
-    fast: bool
+    fast: bool  # whether `token_logprobs` may share prompts
     lora: torch.nn.Module | None = None  # peft's wrapper of the policy
     train_rows: list[dict] = dataclasses.field(default_factory=list)
     eval_rows: list[dict] = dataclasses.field(default_factory=list)
@@ -1182,21 +1153,74 @@ class Run:
 
     def log(self, name, *records):
         """Append records to a JSONL file of the run's folder."""
-        if ranks()[0]:
-            return
-        if name == "metrics.jsonl":
-            [self.track(record) for record in records]
-        with open(self.output_dir / name, "a", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        if ranks()[0] == 0:
+            with open(self.output_dir / name, "a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
+            [self.track(row) for row in records if name == "metrics.jsonl"]
+
+
+def train(config):
+    """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
+    run = set_up(config)
+    optimizer, reference, done = prepare(run)
+    heed_signals(run)
+    (rank, world_size), group = ranks(), config.num_generations
+    if config.eval_every and not done:
+        evaluate(run, 0)
+    bar = tqdm(total=config.max_steps, desc="training", initial=done, disable=rank > 0)
+    for step in range(done + 1, config.max_steps + 1):
+        start = time.perf_counter()
+        # 1. take B prompts
+        rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
+        rows = rows[rank::world_size]
+        # 2. sample G completions of each from the current policy
+        *prompts, completion_ids, mask = rollout(run, rows, group, config.temperature)
+        # 3. score them
+        texts, scores, rewards, steps = judge(run, rows, completion_ids, mask)
+        # 4. normalise the scores within each group
+        if steps:
+            advantages = process_advantages(*steps, group, mask.shape[1])
+        else:
+            everyone = torch.cat(gather(fill_unjudged(rewards, group)))  # for the batch's std
+            advantages = group_advantages(everyone, group, config.scale_rewards)
+            advantages = advantages.chunk(world_size)[rank]
+        # 5. ascend the clipped surrogate, held to the reference
+        middle = time.perf_counter()
+        eos = torch.tensor(run.eos_token_ids, device=run.device)
+        finished = (torch.isin(completion_ids, eos) & mask).any(1, keepdim=True)  # (N, 1)
+        batch = *prompts, completion_ids, mask & finished if config.mask_truncated else mask
+        rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+        common = run.policy, reference, optimizer, config, rate
+        metrics = update(*common, batch, advantages.to(run.device), run.fast)
+        # 6. log, look, evaluate, save
+        end = time.perf_counter()
+        seconds = dict(rollout_seconds=middle - start, update_seconds=end - middle)
+        record = dict(step=step, **rollout_metrics(mask, finished, scores, rewards, group))
+        record |= dict(metrics, learning_rate=rate, **seconds, step_seconds=end - start)
+        record = mean_over_ranks(record | dict(peak_memory_gb=peak_memory_gb()))
+        run.log("metrics.jsonl", record)
+        shown = dict(reward="reward", kl="kl", length="completion_length")
+        bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
+        bar.update()
+        last, run.stop = step == config.max_steps, max(gather(run.stop))
+        if config.samples_every and (step % config.samples_every == 0 or step == 1):
+            show_samples(run, step, rows, texts, scores, rewards, advantages)
+        if config.eval_every and (step % config.eval_every == 0 or last):
+            evaluate(run, step)
+        if last or run.stop or config.save_every and step % config.save_every == 0:
+            save_checkpoint(run, optimizer, step)
+        if run.stop and not last:
+            raise Error(f"{run.stop} after step {step}; go on with --resume {run.output_dir}")
+    bar.close()
+    return conclude(run) if rank == 0 else {}
 
 
 def set_up(config):
     """The `Run` that a config asks for. Raises `Error` for whatever the config gets wrong."""
     device = join_ranks()
     rank, world_size = ranks()
-    random.seed(config.seed + rank)
-    numpy.random.seed(config.seed + rank)
-    torch.manual_seed(config.seed + rank)
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(config.seed + rank)
     if config.prompts_per_step % world_size or (world_size > 1 and config.lora_rank):
         raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple, without LoRA")
     rewards = load_rewards(config.reward, device)
@@ -1206,47 +1230,123 @@ def set_up(config):
     start = str(reference) if resumed and reference.exists() else config.model
     dtype = "float32" if world_size > 1 else config.dtype  # FSDP's shards are the masters
     loaded = load_model(dataclasses.replace(config, model=start, dtype=dtype), device)
-    policy, tokenizer, eos_token_ids = loaded
-    run = Run(config, device, rewards, policy, tokenizer, eos_token_ids, fast_path_holds(policy))
-    if not run.fast:
-        say(f"note: {type(policy).__name__} needs the plain path, slower and with more memory")
+    run = Run(config, device, rewards, *loaded, fast_path_holds(loaded[0]), resumed=resumed)
     run.train_rows, run.eval_rows = encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
     if len(run.train_rows) < config.prompts_per_step:
         few = f"{len(run.train_rows)} prompts are fewer than --prompts-per-step"
         raise Error(f"{few} {config.prompts_per_step}")
     longest = max(len(row["ids"]) for row in run.train_rows + run.eval_rows)
-    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(run.policy.config.get_text_config(), "max_position_embeddings", None)
     if longest + config.max_completion_length > (positions or math.inf):
         need = f"a prompt of {longest} and --max-completion-length {config.max_completion_length}"
         raise Error(f"{need} exceed the {positions} positions of {config.model}")
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run.output_dir = Path(config.output_dir or Path("runs") / name)
-    run.output_dir = Path(gather(str(run.output_dir))[0])
-    run.resumed = resumed
-    if rank:
-        return run
-    try:
-        run.output_dir.mkdir(parents=True, exist_ok=True)
-        if (run.output_dir / "config.json").exists() and not config.resume:
-            raise Error(f"--output-dir {run.output_dir} holds a run; name another, or --resume it")
-        text = json.dumps(dataclasses.asdict(config) | dict(resume=None), indent=2)
-        (run.output_dir / "config.json").write_text(text)
-    except OSError as error:
-        raise Error(f"cannot write to --output-dir {run.output_dir}: {error}") from None
-    run.track = tracker(run)
+    run.output_dir = Path(gather(config.output_dir or f"runs/{name}")[0])
+    if rank == 0:
+        try:
+            run.output_dir.mkdir(parents=True, exist_ok=True)
+            if (run.output_dir / "config.json").exists() and not config.resume:
+                raise Error(f"--output-dir {run.output_dir} holds a run: name another or --resume")
+            options = dataclasses.asdict(config) | dict(resume=None)
+            (run.output_dir / "config.json").write_text(json.dumps(options, indent=2))
+        except OSError as error:
+            raise Error(f"cannot write to --output-dir {run.output_dir}: {error}") from None
+        run.track = tracker(run)
+    size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
+    say(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
+    if not run.fast:
+        say(f"note: {type(run.policy).__name__} needs the plain path, slower, with more memory")
+    say(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
     return run
+
+
+def prepare(run):
+    """The supervised steps, the adapters, the optimizer, the reference, and what an interrupted run
+    left -> (optimizer, reference, number of steps done)."""
+    config, path = run.config, run.resumed
+    if config.gradient_checkpointing:
+        checkpoint_layers(run.policy)
+    if config.lora_rank:
+        add_lora(run)
+    if ranks()[1] > 1:
+        shard(run.policy, compute_dtype(config, run.device))
+    if config.sft_steps and not path:
+        sft(run)
+        if run.lora:  # GRPO starts from the model with what these adapters learnt
+            run.policy = run.lora.merge_and_unload()
+            add_lora(run)
+    if not path and config.max_steps and (config.beta or run.lora):
+        save_model(run, run.output_dir / "reference")
+    optimizer = MasterAdamW(run.policy, config.weight_decay)
+    reference = freeze_reference(run) if config.beta else None
+    if path:
+        return optimizer, reference, restore(run, optimizer, path)
+    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
+        (run.output_dir / name).write_text("")  # of a run that left no checkpoint
+    return optimizer, reference, 0
+
+
+def freeze_reference(run):
+    """The policy as it stands, as a function: a batch -> its log-probs (N, C)."""
+    if run.lora:
+        model = run.policy
+    elif ranks()[1] > 1:  # a copy for each rank, of what the first one saved
+        saved = dataclasses.replace(run.config, model=str(run.output_dir / "reference"))
+        model = load_model(saved, run.device)[0].requires_grad_(False)
+    else:
+        model = copy.deepcopy(run.policy).requires_grad_(False)
+
+    @torch.no_grad()
+    def reference(*batch):
+        with run.lora.disable_adapter() if run.lora else contextlib.nullcontext():
+            return token_logprobs(model, *batch, run.config.temperature, run.fast)
+
+    return reference
+
+
+def sft(run):
+    """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS."""
+    config, optimizer, rows = run.config, MasterAdamW(run.policy), []
+    for row in run.train_rows:
+        text = row.get("solution") or row["answer"]
+        ids = run.tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        ids += run.eos_token_ids[:1]
+        if text is not None and len(ids) <= config.max_completion_length:
+            rows.append({**row, "solution_ids": ids})
+    if len(rows) < len(run.train_rows):
+        left_out = f"{len(run.train_rows) - len(rows)} of {len(run.train_rows)} solutions"
+        say(f"left out {left_out}: none, or over {config.max_completion_length} tokens")
+    if not rows:
+        raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
+    (rank, world_size), size = ranks(), config.prompts_per_step * config.num_generations
+    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
+    for step in bar:
+        mine = prompt_batch(rows, step, size, config.seed)[rank::world_size]
+        prompts = pad([row["ids"] for row in mine], 0, "left", run.device)
+        batch = *prompts, *pad([row["solution_ids"] for row in mine], 0, "right", run.device)
+        lengths = (mask.sum(1).cpu() for mask in batch[1::2])
+        num_tokens = sum(gather(batch[3].sum().item())) / world_size  # ranks average gradients
+        total = 0.0
+        with optimizer.float32_sums():
+            for i, _ in cut_micro_batches(*lengths, 1, config.micro_batch_tokens):
+                inputs = crop(*(x[i] for x in batch))
+                loss = -entry(run.policy)(*inputs, fast=run.fast).sum() / num_tokens
+                loss.backward()
+                total += loss.item()
+        exchange_gradients(run.policy)
+        optimizer.step(config.sft_learning_rate, config.max_grad_norm)
+        bar.set_postfix(loss=f"{total:.3f}")
 
 
 def rollout(run, rows, num_generations, temperature):
     """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask (N, C)."""
     config, pad_token_id = run.config, run.tokenizer.pad_token_id
-    prompt_ids, prompt_mask = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
+    prompts = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
     completion_ids = generate(
-        run.policy, prompt_ids, prompt_mask, num_generations, config.max_completion_length,
-        run.eos_token_ids, pad_token_id, temperature, config.top_p, config.top_k,
+        run.policy, *prompts, num_generations, config.max_completion_length, run.eos_token_ids,
+        pad_token_id, temperature, config.top_p, config.top_k,
     )  # fmt: skip
-    mask = completion_mask(completion_ids, run.eos_token_ids)
-    return prompt_ids, prompt_mask, completion_ids, mask
+    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
 
 
 def judge(run, rows, completion_ids, mask):
@@ -1256,9 +1356,8 @@ def judge(run, rows, completion_ids, mask):
     function gave a list, one number a step; then a single number belongs to the last step.
     """
     rows = [row for row in rows for _ in range(len(mask) // len(rows))]
-    pairs = zip(completion_ids.cpu(), mask.cpu(), strict=True)
-    ids = [row_ids[row_mask].tolist() for row_ids, row_mask in pairs]
-    spoken = [row_ids[: -1 if row_ids[-1] in run.eos_token_ids else None] for row_ids in ids]
+    ids = [i[m].tolist() for i, m in zip(completion_ids.cpu(), mask.cpu(), strict=True)]
+    spoken = [i[:-1] if i[-1] in run.eos_token_ids else i for i in ids]
     texts = run.tokenizer.batch_decode(spoken, skip_special_tokens=True)
     separator = run.config.step_separator
     steps = [[step for step in text.split(separator) if step.strip()] for text in texts]
@@ -1273,8 +1372,8 @@ def judge(run, rows, completion_ids, mask):
 
     scores = {name: torch.tensor([*map(number, values[name])]).float() for name in values}
     rewards = sum(weight * scores[name].nan_to_num() for name, (_, weight) in run.rewards.items())
-    judged = ~torch.stack([*scores.values()]).isnan().all(0)
-    rewards = rewards.where(judged, math.nan)
+    unjudged = torch.stack([*scores.values()]).isnan().all(0)
+    rewards = rewards.masked_fill(unjudged, math.nan)
     if not any(isinstance(value, list) for column in values.values() for value in column):
         return texts, scores, rewards, None
 
@@ -1282,9 +1381,8 @@ def judge(run, rows, completion_ids, mask):
     step_rewards = [[0.0] * len(row_ends) for row_ends in ends]
     for name, (_, weight) in run.rewards.items():
         for i, value in enumerate(values[name]):
-            value = (
-                [*[0.0] * (len(ends[i]) - 1), value or 0.0] if type(value) is not list else value
-            )
+            if not isinstance(value, list):
+                value = [0.0] * (len(ends[i]) - 1) + [value or 0.0]
             if len(value) not in (len(ends[i]), len(steps[i])):
                 counts = f"{len(value)} numbers for {len(ends[i])} steps"
                 raise Error(f"the reward {name} returned {counts}: {texts[i]!r:.200}")
@@ -1324,183 +1422,40 @@ def pass_at_k(num_samples, num_right, k):
 def evaluate(run, step):
     """Means over the held-out rows, logged: reward and scores of greedy completions and, with the
     accuracy reward, pass@1, 2, 4, … of sampled ones. Leaves the random state as it was."""
-    config, parts, right = run.config, [], []
+    config, parts, right, count = run.config, [], [], run.config.eval_samples
     if not run.eval_rows:  # fewer than ten rows of data leave none to hold out
         return
-    size = max(1, config.prompts_per_step * config.num_generations // max(1, config.eval_samples))
-    devices = [run.device] if run.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    size = max(1, config.prompts_per_step * config.num_generations // max(1, count))
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(config.seed + ranks()[0])
         mine = run.eval_rows[ranks()[0] :: ranks()[1]] or run.eval_rows[:1]
-        bar = tqdm(range(0, len(mine), size), "evaluating", leave=False, disable=ranks()[0] > 0)
-        for start in bar:
-            rows = mine[start : start + size]
+        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
+        for rows in tqdm(batches, "evaluating", leave=False, disable=ranks()[0] > 0):
             _, scores, rewards, _ = judge(run, rows, *rollout(run, rows, 1, temperature=0)[2:])
-            named = {f"rewards/{name}": values for name, values in scores.items()}
-            parts.append(dict(reward=rewards, **named))
-            if config.eval_samples and "accuracy" in run.rewards:
-                samples = rollout(run, rows, config.eval_samples, config.temperature)
+            parts.append(dict(reward=rewards, **{f"rewards/{n}": v for n, v in scores.items()}))
+            if count and "accuracy" in run.rewards:
+                samples = rollout(run, rows, count, config.temperature)
                 scores = judge(run, rows, *samples[2:])[1]["accuracy"]
                 right += scores.view(len(rows), -1).sum(1).int().tolist()
     parts, right = sum(gather(parts), []), sum(gather(right), [])
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    means = {f"eval/{name}": values.nanmean().item() for name, values in columns.items()}
-    for k in (2**i for i in range(10)):
-        if right and k <= config.eval_samples:
-            chances = [pass_at_k(config.eval_samples, n, k) for n in right]
-            means[f"eval/pass@{k}"] = sum(chances) / len(chances)
+    means = {f"eval/{name}": number_or_none(values.nanmean()) for name, values in columns.items()}
+    for k in (2**i for i in range(count.bit_length()) if right):
+        means[f"eval/pass@{k}"] = sum(pass_at_k(count, n, k) for n in right) / len(right)
     run.log("metrics.jsonl", dict(step=step, **means))
 
 
-def sft(run):
-    """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS."""
-    config, optimizer, rows = run.config, MasterAdamW(run.policy), []
-    for row in run.train_rows:
-        text = row.get("solution") or row["answer"]
-        ids = run.tokenizer(str(text), add_special_tokens=False)["input_ids"]
-        ids += run.eos_token_ids[:1]
-        if text is not None and len(ids) <= config.max_completion_length:
-            rows.append({**row, "solution_ids": ids})
-    if len(rows) < len(run.train_rows):
-        left_out = f"{len(run.train_rows) - len(rows)} of {len(run.train_rows)} solutions"
-        say(f"left out {left_out}: none, or over {config.max_completion_length} tokens")
-    if not rows:
-        raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
-    logprobs = functools.partial(token_logprobs, run.policy)
-    logprobs = getattr(run.policy, "token_logprobs", logprobs)
-    (rank, world_size), size = ranks(), config.prompts_per_step * config.num_generations
-    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
-    for step in bar:
-        mine = prompt_batch(rows, step, size, config.seed)[rank::world_size]
-        prompt_ids, prompt_mask = pad([row["ids"] for row in mine], 0, "left", run.device)
-        completion_ids, mask = pad([r["solution_ids"] for r in mine], 0, "right", run.device)
-        lengths, total = (prompt_mask.sum(1).cpu(), mask.sum(1).cpu()), 0.0
-        num_tokens = sum(gather(mask.sum().item())) / world_size  # ranks average their gradients
-        with optimizer.float32_sums():
-            for i, _ in cut_micro_batches(*lengths, 1, config.micro_batch_tokens):
-                inputs = crop(prompt_ids[i], prompt_mask[i], completion_ids[i], mask[i])
-                loss = -logprobs(*inputs, fast=run.fast).sum() / num_tokens
-                loss.backward()
-                total += loss.item()
-        exchange_gradients(run.policy)
-        optimizer.step(config.sft_learning_rate, config.max_grad_norm)
-        bar.set_postfix(loss=f"{total:.3f}")
-
-
-def freeze_reference(run):
-    """The policy as it stands, as a function: a batch -> its log-probs (N, C)."""
-    if ranks()[1] > 1:  # a copy for each rank, of what the first one saved
-        path = str(run.output_dir / "reference")
-        model = load_model(dataclasses.replace(run.config, model=path), run.device)[0]
-    else:
-        model = run.policy if run.lora else copy.deepcopy(run.policy)
-    if not run.lora:
-        model.requires_grad_(False)
-
-    @torch.no_grad()
-    def reference(*batch):
-        with run.lora.disable_adapter() if run.lora else contextlib.nullcontext():
-            return token_logprobs(model, *batch, run.config.temperature, run.fast)
-
-    return reference
-
-
-def prepare(run):
-    """The supervised steps, the adapters, the optimizer, the reference, and what an interrupted run
-    left -> (optimizer, reference, number of steps done)."""
-    config, path = run.config, run.resumed
-    if config.gradient_checkpointing:
-        checkpoint_layers(run.policy)
-    if config.lora_rank:
-        add_lora(run)
-    if ranks()[1] > 1:
-        auto = "bfloat16" if run.device.type == "cuda" else "float32"
-        shard(run.policy, getattr(torch, auto if config.dtype == "auto" else config.dtype))
-    if config.sft_steps and not path:
-        sft(run)
-        if run.lora:  # GRPO starts from the model with what these adapters learnt
-            run.policy = run.lora.merge_and_unload()
-            add_lora(run)
-    if not path and config.max_steps and (config.beta or run.lora):
-        save_model(run, run.output_dir / "reference")
-    optimizer = MasterAdamW(run.policy, config.weight_decay)
-    reference = freeze_reference(run) if config.beta else None
-    if path:
-        return optimizer, reference, restore(run, optimizer, path)
-    if ranks()[0] == 0:
-        for name in ("metrics.jsonl", "samples.jsonl"):  # of a run that left no checkpoint
-            (run.output_dir / name).write_text("")
-    return optimizer, reference, 0
-
-
-def train(config):
-    """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
-    run = set_up(config)
-    size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
-    say(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
-    say(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
-    optimizer, reference, done = prepare(run)
-    heed_signals(run)
-    group = config.num_generations
-    if config.eval_every and not done:
-        evaluate(run, 0)
-    rank, world_size = ranks()
-    steps_left, show = range(done + 1, config.max_steps + 1), dict(disable=rank > 0, initial=done)
-    bar = tqdm(steps_left, "training", config.max_steps, **show)
-    for step in bar:
-        start = time.perf_counter()
-        # 1. take B prompts
-        rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
-        rows = rows[rank::world_size]
-        # 2. sample G completions of each from the current policy
-        *prompts, completion_ids, mask = rollout(run, rows, group, config.temperature)
-        # 3. score them
-        texts, scores, rewards, steps = judge(run, rows, completion_ids, mask)
-        # 4. normalise the scores within each group
-        if steps:
-            advantages = process_advantages(*steps, group, mask.shape[1])
-        else:
-            everyone = torch.cat(gather(fill_unjudged(rewards, group)))  # for the batch's std
-            advantages = group_advantages(everyone, group, config.scale_rewards)
-            advantages = advantages.chunk(world_size)[rank]
-        # 5. ascend the clipped surrogate, held to the reference
-        middle = time.perf_counter()
-        finished = torch.isin(completion_ids, torch.tensor(run.eos_token_ids, device=run.device))
-        finished = (finished & mask).any(1, keepdim=True)  # (N, 1)
-        batch = *prompts, completion_ids, mask & finished if config.mask_truncated else mask
-        rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-        common = run.policy, reference, optimizer, config, rate
-        metrics = update(*common, batch, advantages.to(run.device), run.fast)
-        end = time.perf_counter()
-        # 6. log, look, evaluate, save
-        lengths, groups = mask.sum(1).float(), fill_unjudged(rewards, group).view(-1, group)
-        record = dict(
-            step=step, reward=rewards.nanmean().item(), reward_std=groups.std(1).mean().item(),
-            **{f"rewards/{name}": number_or_none(v.nanmean()) for name, v in scores.items()},
-            **{f"unjudged/{n}": int(v.isnan().sum()) for n, v in scores.items() if v.isnan().any()},
-            **metrics, completion_length=lengths.mean().item(),
-            truncated_fraction=1 - finished.float().mean().item(),
-            zero_std_fraction=(groups.amax(1) == groups.amin(1)).float().mean().item(),
-            learning_rate=rate, num_tokens=int(mask.sum()), rollout_seconds=middle - start,
-            update_seconds=end - middle, step_seconds=end - start, peak_memory_gb=peak_memory_gb(),
-        )  # fmt: skip
-        record = mean_over_ranks(record)
-        run.log("metrics.jsonl", record)
-        shown = dict(reward="reward", kl="kl", length="completion_length")
-        bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
-        if config.samples_every and (step % config.samples_every == 0 or step == 1):
-            show_samples(run, step, rows, texts, scores, rewards, advantages)
-        if config.eval_every and (step % config.eval_every == 0 or step == config.max_steps):
-            evaluate(run, step)
-        due = config.save_every and step % config.save_every == 0
-        run.stop = max(gather(run.stop))
-        if due or run.stop or step == config.max_steps:
-            save_checkpoint(run, optimizer, step)
-        if run.stop and step < config.max_steps:
-            raise Error(f"{run.stop} after step {step}; go on with --resume {run.output_dir}")
-    if rank:
-        return {}
-    return conclude(run)
+def rollout_metrics(mask, finished, scores, rewards, num_generations):
+    """What a row of metrics tells of the completions and their scores."""
+    groups = fill_unjudged(rewards, num_generations).view(-1, num_generations)
+    return dict(
+        reward=rewards.nanmean().item(), reward_std=groups.std(1).mean().item(),
+        **{f"rewards/{name}": number_or_none(v.nanmean()) for name, v in scores.items()},
+        **{f"unjudged/{n}": int(v.isnan().sum()) for n, v in scores.items() if v.isnan().any()},
+        completion_length=mask.sum(1).float().mean().item(), num_tokens=int(mask.sum()),
+        truncated_fraction=1 - finished.float().mean().item(),
+        zero_std_fraction=(groups.amax(1) == groups.amin(1)).float().mean().item(),
+    )  # fmt: skip
 
 
 def mean_over_ranks(record):
@@ -1525,16 +1480,16 @@ def peak_memory_gb():
 
 def show_samples(run, step, rows, texts, scores, rewards, advantages, count=3):
     """Print the first completions of as many prompts; all go to samples.jsonl."""
-    group = run.config.num_generations
-    for row, i in zip(rows[:count], range(0, len(texts), group), strict=False):
-        prompt, completion = row["text"][-80:], texts[i][:300]
+    group, records = run.config.num_generations, []
+    for i, text in enumerate(texts):
+        record = dict(step=step, prompt=rows[i // group]["text"], completion=text)
+        record |= {f"rewards/{name}": number_or_none(column[i]) for name, column in scores.items()}
+        record |= dict(reward=number_or_none(rewards[i]), advantage=advantages[i].tolist())
+        records.append(record)
+    for i in range(0, len(texts), group)[:count]:
+        prompt, completion = records[i]["prompt"][-80:], texts[i][:300]
         say(f"step {step}  reward {rewards[i]:g}  {prompt!r} -> {completion!r}")
-    run.log("samples.jsonl", *(
-        dict(step=step, prompt=rows[i // group]["text"], completion=texts[i])
-        | {f"rewards/{name}": number_or_none(values[i]) for name, values in scores.items()}
-        | dict(reward=number_or_none(rewards[i]), advantage=advantages[i].tolist())
-        for i in range(len(texts))
-    ))  # fmt: skip
+    run.log("samples.jsonl", *records)
 
 
 def number_or_none(value):
@@ -1544,14 +1499,13 @@ def number_or_none(value):
 
 def conclude(run):
     """Say what happened, in two lines -> the last row of evaluation."""
-    rows = [json.loads(line) for line in open(run.output_dir / "metrics.jsonl", encoding="utf-8")]
-    evaluations = [row for row in rows if "eval/reward" in row]
+    rows = read_log(run.output_dir, "metrics.jsonl")
+    evaluations = [row for row in rows if row.get("eval/reward") is not None]
     history = [row["reward"] for row in rows if "reward" in row]
     if evaluations:
-        ends = (evaluations[0], evaluations[-1])
+        ends = evaluations[0], evaluations[-1]
         before, after = (f"{100 * row['eval/reward']:.0f} %" for row in ends)
-        best = max(evaluations, key=lambda row: row["eval/reward"])["step"]
-        held_out = f"{len(run.eval_rows)} held-out prompts"
+        held_out, best = f"{len(run.eval_rows)} held-out prompts", best_evaluated(rows)
         print(f"greedy reward on {held_out}: {before} before, {after} after, best at step {best}")
     if history:
         width = math.ceil(len(history) / 60)
@@ -1598,14 +1552,19 @@ def say(text):
 def shard(policy, compute_dtype):
     """FSDP2: each rank keeps its share of each float32 weight, gradient and moment. Whole weights,
     in `compute_dtype`, are gathered once for a rollout and once for each update."""
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in [*layers, policy]:
-        fully_shard(module, mp_policy=precision, reshard_after_forward=False)
+        fsdp.fully_shard(module, mp_policy=precision, reshard_after_forward=False)
     policy.set_reshard_after_backward(False)  # layers stay whole until the optimizer's step
     policy.set_requires_gradient_sync(False)  # and gradients until `exchange_gradients`
     policy.token_logprobs = types.MethodType(token_logprobs, policy)
-    register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
+    fsdp.register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
+
+
+def entry(policy):
+    """`token_logprobs` of the policy, by the entry that FSDP watches if it is sharded."""
+    return getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
 
 
 def exchange_gradients(policy):
@@ -1623,19 +1582,16 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor, like):
-    """A share of a tensor sharded like `like` -> all of it, on the CPU."""
-    if isinstance(like, DTensor):
-        tensor = DTensor.from_local(tensor, like.device_mesh, like.placements, shape=like.shape,
-                                    stride=like.stride()).full_tensor()  # fmt: skip
-    return tensor.cpu()
+def whole(tensor):
+    """All of a sharded tensor, on every rank; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def share(tensor, like):
-    """All of a tensor -> this rank's share of it, as `like` is sharded."""
-    if isinstance(like, DTensor):
-        tensor = distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
-    return local(tensor)
+    """A whole tensor, sharded as `like` is, if it is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
 # ---------------------------------------------------------------- checkpoints, trackers, signals
@@ -1685,17 +1641,25 @@ def save_checkpoint(run, optimizer, step):
     gather(None)
     if ranks()[0]:
         return
-    tqdm.write(f"saved {path}")
-    evaluated = [row for row in read_log(run.output_dir, "metrics.jsonl") if "eval/reward" in row]
-    best = max(evaluated, key=lambda row: row["eval/reward"])["step"] if evaluated else None
+    say(f"saved {path}")
+    best = best_evaluated(read_log(run.output_dir, "metrics.jsonl"))
     for old in checkpoints(run.output_dir)[run.config.keep_checkpoints :]:
         if old.name != f"checkpoint-{best}":
             shutil.rmtree(old, ignore_errors=True)
 
 
 def digest(file):
+    """SHA-256 of a file, in hexadecimal digits."""
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def best_evaluated(rows):
+    """The step of the best evaluation in rows of metrics, or None."""
+    rewards = {
+        row["step"]: row["eval/reward"] for row in rows if row.get("eval/reward") is not None
+    }
+    return max(rewards, key=rewards.get, default=None)
 
 
 def checkpoints(output_dir):
@@ -1778,11 +1742,11 @@ def heed_signals(run):
     def ask(number, frame):
         run.stop = signal.Signals(number).name
         tqdm.write(f"{run.stop}: finishing the step and saving; once more to stop at once")
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ask)
 
 
 # --------------------------------------------------------------------------------- more rewards
@@ -2019,13 +1983,13 @@ def reward_model(path, device):
 JUDGE_PROMPT = """Rate how good an answer is.
 
 Question:
-{question}
+{}
 
 Reference answer (may be empty):
-{reference}
+{}
 
 Answer to rate:
-{answer}
+{}
 
 Reply with one line and nothing else: "Score: N", where N is a whole number from 0 (useless) to 10
 (perfect)."""
@@ -2041,41 +2005,32 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
     model, at, url = target.partition("@")
     if not (model and at and url.startswith(("http://", "https://"))):
         raise ValueError("it takes judge:MODEL@http://HOST:PORT/v1")
+    url = url.rstrip("/") + "/chat/completions"
     headers = {"Content-Type": "application/json"}
     if os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
 
     def ask(content):
+        """The score, or in words why there is none."""
         body = dict(model=model, temperature=0, messages=[dict(role="user", content=content)])
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         for attempt in range(attempts):
+            time.sleep(attempt and 0.25 * 2**attempt)
             try:
-                url_of_chat = url.rstrip("/") + "/chat/completions"
-                request = urllib.request.Request(url_of_chat, json.dumps(body).encode(), headers)
                 with urllib.request.urlopen(request, timeout=timeout) as reply:
                     text = json.load(reply)["choices"][0]["message"]["content"]
-                match = re.fullmatch(r"\s*Score:\s*(10|\d)\s*", text)
-                if match:
+                if match := re.fullmatch(r"\s*Score:\s*(10|\d)\s*", text):
                     return int(match[1]) / 10
                 failure = f"no score in {text!r:.80}"
-            except (
-                OSError,
-                ValueError,
-                LookupError,
-                TypeError,
-                http.client.HTTPException,
-            ) as error:
+            except Exception as error:  # of the network, of HTTP, or a reply of another shape
                 failure = first_line(error)
-            time.sleep(0.5 * 2**attempt * (attempt + 1 < attempts))
         return failure
 
     def score_with_judge(prompts, completions, messages=None, answer=None, **columns):
         questions = prompts if messages is None else [m[-1]["content"] for m in messages]
         rows = zip(questions, answer or [""] * len(prompts), completions, strict=True)
-        names = ("question", "reference", "answer")
-        fill = [dict(zip(names, row, strict=True)) for row in rows]
-        contents = [JUDGE_PROMPT.format(**values) for values in fill]
         with ThreadPoolExecutor(16) as pool:
-            replies = list(pool.map(ask, contents))
+            replies = list(pool.map(ask, [JUDGE_PROMPT.format(*row) for row in rows]))
         if failures := [reply for reply in replies if isinstance(reply, str)]:
             count = f"{len(failures)} of {len(replies)} calls of the judge failed"
             tqdm.write(f"{count}, the last with: {failures[-1]}")
@@ -2084,13 +2039,12 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
     return score_with_judge
 
 
-def language_of(script, device=None):
-    """The language reward of a script."""
-    return functools.partial(language_reward, script=script.upper() or "LATIN")
-
-
 REWARDS = dict(accuracy=accuracy_reward, format=format_reward, step=step_reward, code=code_reward)
-REWARDS_WITH_ARGUMENT = dict(language=language_of, reward_model=reward_model, judge=judge_reward)
+REWARDS_WITH_ARGUMENT = dict(  # text after the colon, device -> function
+    language=lambda script, device: functools.partial(language_reward, script=script.upper()),
+    reward_model=reward_model,
+    judge=judge_reward,
+)
 
 
 # -------------------------------------------------------------------------- built-in task and model
