@@ -116,6 +116,7 @@ class Config:
     temperature: float = option(1.0, "of sampling and of every log-prob", low=0.01)
     top_p: float = option(1.0, "below 1 samples are no longer the policy's: leave it", 0.01, 1)
     top_k: int = option(0, "above 0 samples are no longer the policy's: leave it", low=0)
+    continuous_batching: bool = option(False, "transformers' sampler in place of this file's")
     # loss
     beta: float = option(0.04, "weight of the KL term; 0 needs no reference", low=0)
     epsilon: float = option(0.2, "clip range of the ratio", 0, 1)
@@ -447,6 +448,28 @@ def generate(
         logits = forward(next_ids[:, None])
     completion_ids = completion_ids[:, :length]
     return completion_ids.where(completion_mask(completion_ids, eos_token_ids), pad_token_id)
+
+
+def generate_continuously(
+    model, prompt_ids, prompt_mask, num_generations, max_completion_length, eos_token_ids,
+    pad_token_id=0, temperature=1.0, top_p=1.0, top_k=0,
+):  # fmt: skip
+    """What `generate` does, by transformers' continuous batching: a paged cache, on CUDA graphs."""
+    prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+    prompts = [prompt for prompt in prompts for _ in range(num_generations)]
+    # Whatever is not set here would come from the model's own generation config.
+    how = dict(do_sample=False)
+    if temperature:
+        how = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
+    how |= dict(repetition_penalty=1.0, max_new_tokens=max_completion_length)
+    how = transformers.GenerationConfig(
+        **how, eos_token_id=eos_token_ids, pad_token_id=pad_token_id
+    )
+    pages = math.ceil((prompt_ids.shape[1] + max_completion_length) / 256)  # of 256 tokens
+    cache = transformers.ContinuousBatchingConfig(num_blocks=pages * len(prompts))
+    outputs = model.generate_batch(prompts, how, cache, progress_bar=False)
+    ids = [output.generated_tokens for output in outputs.values()]
+    return pad(ids, pad_token_id, "right", prompt_ids.device)[0]
 
 
 def completion_mask(completion_ids, eos_token_ids):
@@ -949,7 +972,7 @@ class MasterAdamW:
     `remainders`. A parameter thus costs 2 + 2 bytes, its moments 8 and its gradient 2 or 4.
     """
 
-    SLICE = 2**22  # weights updated at once: no float32 copy of a whole tensor is ever made
+    SLICE = 2**20  # weights updated at once: they fit in a cache, and no tensor is copied whole
 
     def __init__(self, model, weight_decay=0.0):
         self.params = [param for param in model.parameters() if param.requires_grad]
@@ -981,7 +1004,7 @@ class MasterAdamW:
     def step(self, learning_rate, max_grad_norm=math.inf):
         """Clip the gradient to `max_grad_norm`, update, drop the gradient -> its norm before.
 
-        If the norm is not finite, raises `Error` and leaves all weights as they were.
+        If it is not finite, as after a loss that is not, raises `Error` and moves no weight.
         """
         [module.reshard() for module in self.sharded]
         gradients = [self.sums.pop(param, param.grad) for param in self.params]
@@ -1086,7 +1109,8 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
     step they are the new ones themselves.
     """
     prompt_ids, prompt_mask, completion_ids, mask = batch
-    size, advantages = config.num_generations, advantages.reshape(len(mask), -1).expand(mask.shape)
+    advantages, size = advantages.reshape(len(mask), -1), config.num_generations
+    advantages = advantages.expand(mask.shape)  # (N, C)
     # Ranks average their gradients, so that totals of the whole batch are means over ranks.
     num_tokens = torch.tensor(gather(mask.sum().item())).float().mean()
     options = dict(num_sequences=len(mask), num_tokens=num_tokens, beta=config.beta)
@@ -1123,8 +1147,6 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
                 for name, value in dict(values, loss=loss.detach()).items():
                     totals[name] = totals.get(name, 0) + value / config.num_iterations
         exchange_gradients(policy)
-        if not torch.isfinite(totals["loss"]):
-            raise Error("the loss is not finite; the weights are as they were before this update")
         totals["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
     return {name: float(value) for name, value in totals.items()}
 
@@ -1178,12 +1200,11 @@ def train(config):
         # 3. score them
         texts, scores, rewards, steps = judge(run, rows, completion_ids, mask)
         # 4. normalise the scores within each group
+        everyone = torch.cat(gather(fill_unjudged(rewards, group)))  # for the batch's std
+        advantages = group_advantages(everyone, group, config.scale_rewards)
+        advantages = advantages.chunk(world_size)[rank]
         if steps:
             advantages = process_advantages(*steps, group, mask.shape[1])
-        else:
-            everyone = torch.cat(gather(fill_unjudged(rewards, group)))  # for the batch's std
-            advantages = group_advantages(everyone, group, config.scale_rewards)
-            advantages = advantages.chunk(world_size)[rank]
         # 5. ascend the clipped surrogate, held to the reference
         middle = time.perf_counter()
         eos = torch.tensor(run.eos_token_ids, device=run.device)
@@ -1221,8 +1242,10 @@ def set_up(config):
     rank, world_size = ranks()
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(config.seed + rank)
-    if config.prompts_per_step % world_size or (world_size > 1 and config.lora_rank):
-        raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple, without LoRA")
+    alone = config.lora_rank or config.continuous_batching
+    if config.prompts_per_step % world_size or world_size > 1 and alone:
+        single = "--lora-rank and --continuous-batching are for one"
+        raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple; {single}")
     rewards = load_rewards(config.reward, device)
     train_rows, eval_rows = load_data(config, needs_answer="accuracy" in rewards)
     resumed = newest_checkpoint(Path(config.resume)) if config.resume else None
@@ -1342,7 +1365,8 @@ def rollout(run, rows, num_generations, temperature):
     """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask (N, C)."""
     config, pad_token_id = run.config, run.tokenizer.pad_token_id
     prompts = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
-    completion_ids = generate(
+    sampler = generate_continuously if config.continuous_batching else generate
+    completion_ids = sampler(
         run.policy, *prompts, num_generations, config.max_completion_length, run.eos_token_ids,
         pad_token_id, temperature, config.top_p, config.top_k,
     )  # fmt: skip
@@ -1833,7 +1857,7 @@ def language_reward(prompts, completions, script="LATIN", **columns):
     shares = []
     for text in completions:
         letters = [unicodedata.name(char, "") for char in text if char.isalpha()]
-        share = sum(name.startswith(script) for name in letters) / max(1, len(letters))
+        share = sum(script in name for name in letters) / max(1, len(letters))
         shares.append(share if letters else 1.0)
     return shares
 

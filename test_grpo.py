@@ -375,11 +375,11 @@ def test_loss_and_gradient_are_those_of_the_loops(
 
 def test_metrics_are_means_over_unmasked_tokens():
     logp, old_logp, ref_logp, advantages, mask = random_batch()
-    _, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, mask)
+    _, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, mask, epsilon_high=0.4)
     tokens = [(i, t) for i in range(len(mask)) for t in range(mask.shape[1]) if mask[i, t]]
     ratios = {x: math.exp(logp[x] - old_logp[x]) for x in tokens}
     clipped = [
-        (r > 1.2 and advantages[i] > 0) or (r < 0.8 and advantages[i] < 0)
+        (r > 1.4 and advantages[i] > 0) or (r < 0.8 and advantages[i] < 0)
         for (i, _), r in ratios.items()
     ]
     kl = [math.exp(ref_logp[x] - logp[x]) - (ref_logp[x] - logp[x]) - 1 for x in tokens]
@@ -554,6 +554,9 @@ def tiny_model(kind, seed=0, **options):
             **shape, head_dim=8, sliding_window=4, query_pre_attn_scalar=8
         ),
         "cohere": lambda: transformers.CohereConfig(**shape, logit_scale=0.25),
+        "phi": lambda: transformers.PhiConfig(
+            **shape
+        ),  # its output layer has a bias, zero at first
         "mistral": lambda: transformers.MistralConfig(**shape, sliding_window=3),
         "mamba": lambda: transformers.MambaConfig(
             vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4
@@ -600,6 +603,7 @@ FAST = {
     "mistral": True,
     "gemma2": False,
     "cohere": False,
+    "phi": False,
 }
 
 
@@ -660,6 +664,8 @@ def test_padding_changes_nothing():
     )
     for x, y in zip(grpo.crop(*wide, *long), (prompt_ids, prompt_mask, completion_ids, mask)):
         assert torch.equal(x, y)
+    empty = grpo.crop(prompt_ids, prompt_mask, completion_ids, torch.zeros_like(mask))
+    assert empty[2].shape == (6, 1) and token_logprobs(model, *empty).abs().max() == 0
 
 
 @pytest.mark.parametrize("kind, holds", [*FAST.items(), ("mamba", False)])
@@ -716,6 +722,28 @@ def test_greedy_generation_is_that_of_transformers():
     assert ours.tolist() == theirs.tolist()
 
 
+def test_continuous_batching_samples_the_same_policy():
+    model, (prompt_ids, prompt_mask, *_) = tiny_model("qwen2"), ragged_batch()
+    hostile = {name: value for name, value in HOSTILE.items() if name != "num_beams"}
+    model.generation_config = transformers.GenerationConfig(**hostile)
+    greedy = [
+        f(model, prompt_ids, prompt_mask, 1, 12, [1], temperature=0).tolist()
+        for f in (generate, grpo.generate_continuously)
+    ]
+    assert greedy[0] == greedy[1]
+    torch.manual_seed(0)
+    ids = grpo.generate_continuously(model, prompt_ids, prompt_mask, 100, 6, [1], 0, 0.5)
+    mask = completion_mask(ids, [1])
+    assert ids.shape == (200, 6) and (ids[~mask] == 0).all() and (ids[mask] != 1).any()
+    # The mean log-prob of samples at temperature 0.5 is that of this file's own samples.
+    means = []
+    for completions in (ids, generate(model, prompt_ids, prompt_mask, 400, 6, [1], 0, 0.5)):
+        mask = completion_mask(completions, [1])
+        logp = token_logprobs(model, prompt_ids, prompt_mask, completions, mask, 0.5)
+        means.append((logp.sum() / mask.sum()).item())
+    assert means[0] == pytest.approx(means[1], abs=0.1)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "gemma2"])
 def test_samples_come_from_the_policy(kind):
     """The sampler's tokens against the probabilities of one unpadded forward: the first two tokens of
@@ -745,12 +773,16 @@ def test_samples_come_from_the_policy(kind):
         )  # the quantile of chi-square at 1 - 1e-4 with 30 degrees of freedom is 67.6
 
 
-def test_a_finished_row_is_padded_and_does_not_disturb_the_others():
+def test_a_finished_row_is_padded_costs_nothing_and_does_not_disturb_the_others():
     model, (prompt_ids, prompt_mask, *_) = tiny_model("qwen2"), ragged_batch()
+    sizes, embed = [], model.get_input_embeddings()
+    hook = embed.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
     torch.manual_seed(3)
     ids = generate(model, prompt_ids, prompt_mask, 50, 10, [1, 2, 3], pad_token_id=39)
     mask = completion_mask(ids, [1, 2, 3])
+    hook.remove()
     lengths = mask.sum(1)
+    assert sum(sizes) == prompt_ids.numel() + (lengths - 1).sum()  # each prompt once for its group
     assert len(set(lengths.tolist())) > 4 and lengths.max() == ids.shape[1]
     assert (ids[~mask] == 39).all()
     logp = token_logprobs(model, prompt_ids, prompt_mask, ids, mask)
@@ -855,7 +887,14 @@ def gradient_of_update(config, model, reference, batch, advantages):
         step(*args),
     )[1]
     metrics = grpo.update(
-        model, frozen(reference), optimizer, config, 1e-3, batch, advantages, True
+        model,
+        frozen(reference, config.temperature),
+        optimizer,
+        config,
+        1e-3,
+        batch,
+        advantages,
+        True,
     )
     return seen, metrics
 
@@ -864,49 +903,60 @@ def gradient_of_update(config, model, reference, batch, advantages):
 @pytest.mark.parametrize("budget", [24, 60, 10_000])
 def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(loss_type, level, budget):
     options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=6)
-    config = Config(num_generations=4, micro_batch_tokens=budget, beta=0.1, **options)
+    config = Config(
+        num_generations=4, micro_batch_tokens=budget, beta=0.1, temperature=0.7, **options
+    )
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     batch, advantages = on_policy_batch(model)
-    logp = slow_logprobs(model, *batch, 1.0)
+    logp = slow_logprobs(model, *batch, 0.7)
     with torch.no_grad():
-        ref_logp = slow_logprobs(reference, *batch, 1.0)
+        ref_logp = slow_logprobs(reference, *batch, 0.7)
     loss, metrics = grpo_loss(logp, None, ref_logp, advantages, batch[-1], beta=0.1, **options)
     expected = torch.autograd.grad(loss, list(model.parameters()))
     (found,), found_metrics = gradient_of_update(config, model, reference, batch, advantages)
     for x, y in zip(found, expected):
-        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(x, y, atol=5e-5, rtol=1e-3)
     assert found_metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     assert found_metrics["kl"] == pytest.approx(metrics["kl"].item(), rel=1e-4)
     assert found_metrics["ratio_mean"] == 1
 
 
-def test_later_iterations_keep_the_log_probs_of_the_first():
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_later_iterations_keep_the_log_probs_of_the_first(level):
+    """Three updates of one rollout, with a clip range so narrow that it matters."""
+    clip = dict(epsilon=0.01, epsilon_high=0.03, importance_sampling_level=level)
     config = Config(
-        num_generations=4, num_iterations=3, micro_batch_tokens=30, beta=0.1, max_grad_norm=0.5
+        num_generations=4,
+        num_iterations=3,
+        micro_batch_tokens=30,
+        beta=0.1,
+        max_grad_norm=0.5,
+        **clip,
     )
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     batch, advantages = on_policy_batch(model)
-    slow, adamw = copy.deepcopy(model), None
+    slow = copy.deepcopy(model)
     with torch.no_grad():
-        old_logp, ref_logp = slow_logprobs(slow, *batch, 1.0), slow_logprobs(reference, *batch, 1.0)
+        old_logp, ref_logp = (slow_logprobs(m, *batch, 1.0) for m in (slow, reference))
     adamw = torch.optim.AdamW(slow.parameters(), lr=1e-3, weight_decay=0.0)
-    kls = []
+    rows = []
     for _ in range(3):
         adamw.zero_grad()
-        loss, metrics = grpo_loss(
-            slow_logprobs(slow, *batch, 1.0), old_logp, ref_logp, advantages, batch[-1], beta=0.1
-        )
+        logp = slow_logprobs(slow, *batch, 1.0)
+        loss, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, batch[-1], beta=0.1, **clip)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(slow.parameters(), 0.5)
         adamw.step()
-        kls.append(metrics["kl"].item())
-    metrics = grpo.update(
-        model, frozen(reference), MasterAdamW(model), config, 1e-3, batch, advantages, True
-    )
+        rows.append(metrics)
+    optimizer = MasterAdamW(model)
+    rest = config, 1e-3, batch, advantages, True
+    metrics = grpo.update(model, frozen(reference), optimizer, *rest)
     for x, y, start in zip(model.parameters(), slow.parameters(), tiny_model("qwen2").parameters()):
         assert (x - y).norm() < 0.02 * (y - start).norm()
-    assert metrics["kl"] == pytest.approx(sum(kls) / 3, rel=1e-3)
-    assert metrics["ratio_mean"] != 1
+    for name in ("kl", "clip_fraction", "ratio_mean"):
+        mean = sum(row[name].item() for row in rows) / 3
+        assert metrics[name] == pytest.approx(mean, rel=1e-3)
+    assert metrics["clip_fraction"] > 0.1 and metrics["ratio_mean"] != 1
 
 
 def test_groups_without_advantage_are_left_out_only_where_that_is_exact():
@@ -933,7 +983,7 @@ def test_groups_without_advantage_are_left_out_only_where_that_is_exact():
         finally:
             grpo.token_logprobs = original
         for x, y in zip(found, expected):
-            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(x, y, atol=5e-5, rtol=1e-3)
     assert calls == [4, 8, 8]  # the live group alone; all rows of the reference and of the policy
     (found,), metrics = gradient_of_update(
         Config(num_generations=4, beta=0.0), model, None, batch, 0 * advantages
@@ -988,18 +1038,20 @@ def test_gradients_of_several_micro_batches_are_summed_in_float32(micro_batch_to
     assert {g.dtype for g in gradients} == {dtype}
 
 
-def test_gradient_clipping_is_that_of_torch():
-    for scale in (1e-3, 10.0):
-        model = tiny_model("qwen2")
-        other = copy.deepcopy(model)
+@pytest.mark.parametrize("scale", [1e-3, 10.0])
+def test_steps_and_gradient_clipping_are_those_of_torch(scale):
+    model, generator = tiny_model("qwen2"), torch.Generator().manual_seed(0)
+    other = copy.deepcopy(model)
+    ours = MasterAdamW(model, weight_decay=0.1)
+    theirs = torch.optim.AdamW(other.parameters(), weight_decay=0.1)
+    for step in range(1, 6):
         for p, q in zip(model.parameters(), other.parameters()):
-            p.grad = scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+            p.grad = step * scale * torch.randn(p.shape, generator=generator)
             q.grad = p.grad.clone()
-        norm = MasterAdamW(model).step(1e-2, 1.0)
-        assert norm == pytest.approx(
-            torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0).item(), rel=1e-5
-        )
-        torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0).step()
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0).item()
+        assert ours.step(1e-2 / step, 1.0) == pytest.approx(norm, rel=1e-5)
+        theirs.param_groups[0]["lr"] = 1e-2 / step
+        theirs.step()
         for p, q in zip(model.parameters(), other.parameters()):
             torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-4)
 
@@ -1111,6 +1163,7 @@ ROWS = [  # a line of data, its prompt, its gold answer
     ({"problem": "1+1?", "solution": r"so \boxed{2}", "level": 5}, "1+1?", "2"),
     ({"prompt": "1+1?", "answer": 2}, "1+1?", "2"),
     ({"prompt": "1+1?", "answer": 0}, "1+1?", "0"),
+    ({"prompt": "1+1\u2028?\x85", "answer": "2"}, "1+1\u2028?\x85", "2"),  # no ends of a JSON line
     ({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}, [{"role": "user", "content": "1+1?"}], "2"),
 ]  # fmt: skip
 
@@ -1118,7 +1171,7 @@ ROWS = [  # a line of data, its prompt, its gold answer
 @pytest.mark.parametrize("row, prompt, gold", ROWS)
 def test_data_in_the_usual_forms(tmp_path, row, prompt, gold):
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(row) + "\n\n", encoding="utf-8")
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
     (found,) = grpo.read_rows(str(path), needs_answer=True)
     assert found["prompt"] == prompt and grpo.gold_answer(found["answer"]) == gold
     assert found.get("level") == row.get("level")
@@ -1306,9 +1359,7 @@ def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_o
 
 # ----------------------------------------------------------------------------------------- whole runs
 
-QUICK = (
-    "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 --eval-every 3".split()
-)
+QUICK = "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 --eval-every 3"
 VARIED = """
 def varied(prompts, completions, **columns):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
@@ -1319,7 +1370,21 @@ def varied(prompts, completions, **columns):
 def varied(tmp_path):
     """Words that ask for a reward that a model without any skill gets now and then."""
     (tmp_path / "varied.py").write_text(VARIED)
-    return ["--reward", f"{tmp_path}/varied.py:varied", "accuracy"]
+    return f"--reward {tmp_path}/varied.py:varied accuracy"
+
+
+def words(*parts):
+    """The words of a command line, of texts and paths without blanks in them."""
+    return " ".join(map(str, parts)).split()
+
+
+def train(folder, *parts):
+    """A run in this process, in `folder`, with these options."""
+    return grpo.train(parse_args([*words(*parts), "--output-dir", str(folder)]))
+
+
+def resume(folder, *parts):
+    return grpo.train(parse_args(["--resume", str(folder), *words(*parts)]))
 
 
 TIMES = {"rollout_seconds", "update_seconds", "step_seconds", "peak_memory_gb"}
@@ -1338,37 +1403,28 @@ def weights_of(folder):
 def test_tiny_learns(tmp_path):
     """The main command, as it is."""
     start = time.perf_counter()
-    command = [
-        sys.executable,
-        str(Path(grpo.__file__).resolve()),
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
+    command = words(sys.executable, grpo.__file__, "--output-dir", tmp_path / "run")
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     rewards = [row["reward"] for row in metrics_of(tmp_path / "run") if "reward" in row]
     assert sum(rewards[:5]) / 5 <= 0.45 and sum(rewards[-5:]) / 5 >= 0.9
-    assert (
-        "held-out prompts" in result.stdout.splitlines()[-2]
-        and "█" in result.stdout.splitlines()[-1]
-    )
-    evaluations = [
-        row["eval/reward"] for row in metrics_of(tmp_path / "run") if "eval/reward" in row
-    ]
+    *_, accuracy, curve = result.stdout.splitlines()
+    assert "held-out prompts" in accuracy and "█" in curve
+    rows = metrics_of(tmp_path / "run")
+    evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
     assert evaluations[-1] > evaluations[0] + 0.3
     print(f"{time.perf_counter() - start:.0f} s")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_seeded_runs_repeat_bit_for_bit(tmp_path, dtype, varied):
-    words = [*QUICK, *varied, "--dtype", dtype]
+    options = words(QUICK, varied, "--dtype", dtype)
     for name in ("a", "b"):
-        grpo.train(parse_args([*words, "--output-dir", str(tmp_path / name)]))
+        train(tmp_path / name, *options)
     assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
     a, b = (weights_of(tmp_path / name / "checkpoint-3") for name in "ab")
-    assert all(torch.equal(a[name], b[name]) for name in a) and a[
-        "lm_head.weight"
-    ].dtype == getattr(torch, dtype)
-    grpo.train(parse_args([*words, "--seed", "1", "--output-dir", str(tmp_path / "c")]))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert a["lm_head.weight"].dtype == getattr(torch, dtype)
+    train(tmp_path / "c", *options, "--seed 1")
     assert metrics_of(tmp_path / "c") != metrics_of(tmp_path / "a")
 
 
@@ -1377,19 +1433,9 @@ zero_std_fraction grad_norm learning_rate num_tokens rollout_seconds update_seco
 
 
 def test_a_run_leaves_metrics_and_a_checkpoint_and_is_never_written_over(tmp_path):
-    words = [
-        *QUICK,
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--warmup-steps",
-        "2",
-        "--save-every",
-        "2",
-    ]
-    grpo.train(parse_args(words))
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    options = QUICK + " --warmup-steps 2 --save-every 2"
+    train(tmp_path / "run", options)
+    rows = grpo.read_log(tmp_path / "run", "metrics.jsonl")
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3] and set(METRICS.split()) <= set(steps[0])
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 3]
@@ -1397,37 +1443,30 @@ def test_a_run_leaves_metrics_and_a_checkpoint_and_is_never_written_over(tmp_pat
     for row in steps:
         assert row["step_seconds"] == pytest.approx(row["rollout_seconds"] + row["update_seconds"])
         assert row["num_tokens"] == pytest.approx(16 * row["completion_length"])
-        assert row["reward"] == row["rewards/accuracy"] and row["loss"] == pytest.approx(
-            0.04 * row["kl"], abs=1e-6
-        )
+        assert row["reward"] == row["rewards/accuracy"]
+        assert row["loss"] == pytest.approx(0.04 * row["kl"], abs=1e-6)
     checkpoint = tmp_path / "run" / "checkpoint-3"
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer.decode(tokenizer("12 + 3\n=")["input_ids"]) == "12 + 3\n="
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
     with pytest.raises(Error, match="holds a run"):
-        grpo.train(parse_args(words))
+        train(tmp_path / "run", options)
     # A checkpoint is a model like any other.
-    again = [
-        *QUICK,
-        "--model",
-        str(checkpoint),
-        "--prompt-template",
-        "{question}",
-        "--reward",
-        "format",
-        "accuracy",
-    ]
-    grpo.train(
-        parse_args(
-            [*again, "--max-completion-length", "6", "--output-dir", str(tmp_path / "again")]
-        )
-    )
+    again = f"--model {checkpoint} --prompt-template {{question}} --max-completion-length 6"
+    train(tmp_path / "again", QUICK, again, "--reward format accuracy")
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_of_a_run_are_scaled_as_asked(tmp_path, varied, scale):
+    train(tmp_path / "run", QUICK, varied, "--max-steps 1 --scale-rewards", scale)
+    rows = grpo.read_log(tmp_path / "run", "samples.jsonl")
+    rewards = torch.tensor([row["reward"] for row in rows])
+    expected = group_advantages(rewards, 4, scale)
+    assert expected.any() and [row["advantage"] for row in rows] == pytest.approx(expected.tolist())
 
 
 def test_no_steps_only_evaluate(tmp_path):
-    result = grpo.train(
-        parse_args([*QUICK, "--max-steps", "0", "--output-dir", str(tmp_path / "run")])
-    )
+    result = train(tmp_path / "run", QUICK, "--max-steps 0")
     assert 0 <= result["eval/reward"] <= 1
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0]
 
@@ -1440,25 +1479,11 @@ def test_other_architectures_train(tmp_path, kind):
     model.generation_config.eos_token_id = 0
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    words = [
-        *QUICK,
-        "--model",
-        str(tmp_path / "model"),
-        "--max-completion-length",
-        "6",
-        "--sft-steps",
-        "1",
-    ]
-    words += [
-        "--prompt-template",
-        "{question}",
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--beta",
-        "0.1",
-    ]
-    grpo.train(parse_args(words))
-    assert all(row["ratio_mean"] == 1 for row in metrics_of(tmp_path / "run") if "loss" in row)
+    options = "--prompt-template {question} --max-completion-length 6 --sft-steps 1 --beta 0.1"
+    train(tmp_path / "run", QUICK, options, "--temperature 0.7 --model", tmp_path / "model")
+    rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
+    assert all(row["ratio_mean"] == 1 for row in rows)
+    assert abs(rows[0]["kl"]) < 1e-7  # the reference is the policy, at the same temperature
 
 
 def test_supervised_steps_fit_solution_and_eos_and_nothing_else(monkeypatch):
@@ -1472,29 +1497,26 @@ def test_supervised_steps_fit_solution_and_eos_and_nothing_else(monkeypatch):
     monkeypatch.setattr(
         grpo, "token_logprobs", lambda *a, **k: (seen.append(a), original(*a, **k))[1]
     )
+    gradients, step = [], MasterAdamW.step
+    record = lambda self, *a: (gradients.extend(p.grad for p in self.params), step(self, *a))  # noqa: E731
+    monkeypatch.setattr(MasterAdamW, "step", record)
     before = copy.deepcopy(run.policy)
     grpo.sft(run)
     ((_, prompt_ids, prompt_mask, completion_ids, mask),) = seen
     assert completion_ids.tolist() == [run.tokenizer("12")["input_ids"] + [0]] * 4 and mask.all()
     assert sorted(run.tokenizer.batch_decode(prompt_ids)) == [f"{i}+1=" for i in range(4)]
-    logp = [slow_logprobs(m, *seen[0][1:], 1.0).sum() for m in (before, run.policy)]
+    logp = [slow_logprobs(m, *seen[0][1:], 1.0).mean() for m in (before, run.policy)]
     assert logp[1] > logp[0]
+    expected = torch.autograd.grad(-logp[0], list(before.parameters()))  # the mean over all tokens
+    for x, y in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-3)
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch):
     masks, original = [], grpo.update
     monkeypatch.setattr(grpo, "update", lambda *a: (masks.append(a[5][2:]), original(*a))[1])
-    words = [
-        *QUICK,
-        "--max-completion-length",
-        "2",
-        "--sft-steps",
-        "10",
-        "--mask-truncated",
-        "--prompts-per-step",
-        "16",
-    ]
-    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "run")]))
+    options = "--max-completion-length 2 --sft-steps 10 --mask-truncated --prompts-per-step 16"
+    train(tmp_path / "run", QUICK, options)
     rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
     for (ids, mask), row in zip(masks, rows):
         finished = (ids == 0).any(1)
@@ -1503,34 +1525,33 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "options, message",
     [
-        (["--model", "no/such/folder"], "cannot load no/such/folder"),
-        (["--model", "{empty}"], "cannot load"),
-        (["--data", "missing.jsonl"], "missing.jsonl"),
-        (["--reward", "nonsense"], "--reward nonsense"),
-        (["--beta", "nan"], "--beta"),
-        (["--output-dir", "{file}"], "--output-dir"),
-        (["--output-dir", "/proc/nowhere"], "--output-dir"),
-        (["--resume", "{empty}"], "--resume"),
-        (["--eval-data", "missing.jsonl"], "missing.jsonl"),
-        (["--data", "{nothing_to_learn}", "--reward", "format"], "--sft-steps"),
-        (["--chat-template", "on"], "--chat-template"),
-        (["--report-to", "trackio"], "pip install trackio"),
-        (["--prompts-per-step", "5000"], "prompts-per-step"),
-        (["--max-completion-length", "300"], "256 positions"),
-        (["--max-prompt-length", "2"], "prompts"),
+        ("--model no/such/folder", "cannot load no/such/folder"),
+        ("--model {empty}", "cannot load"),
+        ("--data missing.jsonl", "missing.jsonl"),
+        ("--reward nonsense", "--reward nonsense"),
+        ("--beta nan", "--beta"),
+        ("--output-dir {file}", "--output-dir"),
+        ("--output-dir /proc/nowhere", "--output-dir"),
+        ("--resume {empty}", "--resume"),
+        ("--eval-data missing.jsonl", "missing.jsonl"),
+        ("--data {nothing_to_learn} --reward format", "--sft-steps"),
+        ("--chat-template on", "--chat-template"),
+        ("--report-to trackio", "pip install trackio"),
+        ("--prompts-per-step 5000", "prompts-per-step"),
+        ("--max-completion-length 300", "256 positions"),
+        ("--max-prompt-length 2", "prompts"),
     ],
 )
-def test_mistakes_end_in_one_line(tmp_path, words, message):
+def test_mistakes_end_in_one_line(tmp_path, options, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("mine")
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text('{"prompt": "1+1="}\n' * 100)
     paths = dict(empty=tmp_path / "empty", file=tmp_path / "file", nothing_to_learn=nothing)
-    words = [word.format(**paths) for word in words]
-    words = words if "--output-dir" in words else [*words, "--output-dir", str(tmp_path / "run")]
-    error = refusal(*words)
+    options = options if "--output-dir" in options else f"{options} --output-dir {tmp_path}/run"
+    error = refusal(*words(options.format(**paths)))
     assert error.startswith("grpo.py: ") and message in error
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -1671,8 +1692,8 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
 
 
 def test_language_reward():
-    texts = ["so x = 5", "因此 x", "Привет x", "5 + 5"]
-    assert grpo.language_reward([""] * 4, texts) == [1.0, 1 / 3, 1 / 7, 1.0]
+    texts = ["so x = 5", "因此 x", "Привет x", "5 + 5", "Ｘ"]
+    assert grpo.language_reward([""] * 5, texts) == [1.0, 1 / 3, 1 / 7, 1.0, 1.0]
     assert grpo.load_rewards(["language:cjk"])["language"][0](
         prompts=[""], completions=["因此 x"]
     ) == [2 / 3]
@@ -1878,12 +1899,9 @@ def test_a_completion_that_nobody_judged_has_no_advantage():
 
 def test_lora_trains_adapters_against_the_policy_without_them(tmp_path, varied):
     pytest.importorskip("peft")
-    words = [*QUICK, *varied, "--lora-rank", "2", "--learning-rate", "0.01", "--warmup-steps", "0"]
-    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "run")]))
-    start, end = (
-        weights_of(tmp_path / "run" / "reference"),
-        weights_of(tmp_path / "run" / "checkpoint-3"),
-    )
+    options = "--lora-rank 2 --learning-rate 0.01 --warmup-steps 0"
+    train(tmp_path / "run", QUICK, varied, options)
+    start, end = (weights_of(tmp_path / "run" / name) for name in ("reference", "checkpoint-3"))
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     assert moved and all("proj" in name for name in moved)  # merged, and the linear layers alone
     for name in moved:
@@ -1935,19 +1953,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     for n, right, k in itertools.product(range(1, 7), range(7), range(1, 7)):
         if right <= n and k <= n:
             subsets = list(itertools.combinations([i < right for i in range(n)], k))
-            assert grpo.pass_at_k(n, right, k) == pytest.approx(
-                sum(map(any, subsets)) / len(subsets)
-            )
+            share = sum(map(any, subsets)) / len(subsets)
+            assert grpo.pass_at_k(n, right, k) == pytest.approx(share)
 
 
 def test_evaluation_logs_greedy_accuracy_and_pass_at_k_and_changes_nothing(tmp_path):
     runs = []
     for every in ("1", "3"):
-        out = str(tmp_path / every)
-        grpo.train(
-            parse_args([*QUICK, "--sft-steps", "30", "--eval-every", every, "--output-dir", out])
-        )
-        runs.append(metrics_of(out))
+        train(tmp_path / every, QUICK, "--sft-steps 30 --eval-every", every)
+        runs.append(metrics_of(tmp_path / every))
     evaluations = [row for row in runs[0] if "eval/reward" in row]
     assert [row["step"] for row in evaluations] == [0, 1, 2, 3]
     for row in evaluations:
@@ -1956,12 +1970,23 @@ def test_evaluation_logs_greedy_accuracy_and_pass_at_k_and_changes_nothing(tmp_p
     assert steps[0] == steps[1]
 
 
-RESUMABLE = [*QUICK, "--max-steps", "6", "--save-every", "2", "--samples-every", "2", "--seed", "5"]
+def test_evaluation_is_greedy(tmp_path, varied):
+    """Another seed samples other completions, but the greedy ones of a model are what they are."""
+    model = save_model(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(20)))
+    options = f"--model {model} --data {data} --eval-data {data} {varied} --max-steps 0"
+    options += " --prompt-template {question} --max-completion-length 6"
+    rows = [train(tmp_path / f"run{seed}", options, "--seed", seed) for seed in (0, 1)]
+    assert rows[0]["eval/rewards/varied"] == rows[1]["eval/rewards/varied"] > 0
+
+
+RESUMABLE = QUICK + " --max-steps 6 --save-every 2 --samples-every 2 --seed 5"
 VARIATIONS = {
-    "plain": [],
-    "bfloat16": ["--dtype", "bfloat16"],
-    "mu": ["--num-iterations", "2", "--beta", "0"],
-    "lora": ["--lora-rank", "2"],
+    "plain": "",
+    "bfloat16": "--dtype bfloat16",
+    "mu": "--num-iterations 2 --beta 0",
+    "lora": "--lora-rank 2",
 }
 
 
@@ -1969,8 +1994,8 @@ VARIATIONS = {
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, variation, varied, monkeypatch):
     if variation == "lora":
         pytest.importorskip("peft")
-    words = [*RESUMABLE, *VARIATIONS[variation], *varied]
-    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "whole")]))
+    options = RESUMABLE, VARIATIONS[variation], varied
+    train(tmp_path / "whole", *options)
 
     class Crash(Exception):
         pass
@@ -1982,42 +2007,37 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, variation, vari
 
     monkeypatch.setattr(grpo, "show_samples", crash)
     with pytest.raises(Crash):
-        grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "cut")]))
+        train(tmp_path / "cut", *options)
     monkeypatch.undo()
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as log:
         log.write('{"step": 5, "rew')  # a crash in the midst of a line
     assert [p.name for p in grpo.checkpoints(tmp_path / "cut")] == ["checkpoint-2"]
-    grpo.train(parse_args(["--resume", str(tmp_path / "cut")]))
+    resume(tmp_path / "cut")
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
     samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("cut", "whole")]
     assert samples[0] == samples[1]
     whole, cut = (weights_of(tmp_path / name / "checkpoint-6") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    states = [
-        torch.load(tmp_path / n / "checkpoint-6" / "trainer_state.pt")["optimizer"]
-        for n in ("whole", "cut")
-    ]
-    for a, b in zip(sum(states[0]["tensors"], []), sum(states[1]["tensors"], [])):
-        assert a is b is None or torch.equal(a, b)
+    states = [torch.load(tmp_path / n / "checkpoint-6/trainer_state.pt") for n in ("whole", "cut")]
+    whole, cut = (sum(state["optimizer"]["tensors"], []) for state in states)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
     row = json.loads(samples[0].splitlines()[0])
     assert {"step", "prompt", "completion", "rewards/accuracy", "reward", "advantage"} <= set(row)
 
 
 def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, capsys):
     out = tmp_path / "run"
-    grpo.train(parse_args([*RESUMABLE, "--output-dir", str(out)]))
+    train(out, RESUMABLE)
     assert [path.name for path in grpo.checkpoints(out)] == ["checkpoint-6", "checkpoint-4"]
     expected = weights_of(out / "checkpoint-6")
     with open(out / "checkpoint-6" / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\0")
     (out / ".checkpoint-8").mkdir()  # what a crash while saving leaves
-    grpo.train(parse_args(["--resume", str(out)]))
+    resume(out)
     assert "checkpoint-6 is damaged" in capsys.readouterr().out
-    assert all(
-        torch.equal(expected[name], tensor)
-        for name, tensor in weights_of(out / "checkpoint-6").items()
-    )
+    found = weights_of(out / "checkpoint-6")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_a_disk_that_is_full_is_an_error_that_leaves_earlier_checkpoints(tmp_path, monkeypatch):
@@ -2028,10 +2048,8 @@ def test_a_disk_that_is_full_is_an_error_that_leaves_earlier_checkpoints(tmp_pat
     monkeypatch.setattr(
         torch, "save", lambda *a: (calls.append(1), original(*a) if len(calls) < 2 else full())[1]
     )
-    with pytest.raises(
-        Error, match="cannot save.*checkpoint-4.*No space left.*earlier checkpoints"
-    ):
-        grpo.train(parse_args([*RESUMABLE, "--output-dir", str(tmp_path / "run")]))
+    with pytest.raises(Error, match="cannot save.*checkpoint-4.*No space left.*earlier check"):
+        train(tmp_path / "run", RESUMABLE)
     monkeypatch.undo()
     assert grpo.newest_checkpoint(tmp_path / "run").name == "checkpoint-2"
     assert not list((tmp_path / "run").glob(".checkpoint*"))
@@ -2039,13 +2057,11 @@ def test_a_disk_that_is_full_is_an_error_that_leaves_earlier_checkpoints(tmp_pat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
-    command = [sys.executable, str(Path(grpo.__file__).resolve()), *QUICK, "--max-steps", "100000"]
-    process = subprocess.Popen(
-        [*command, "--output-dir", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    command = words(
+        sys.executable, grpo.__file__, QUICK, "--max-steps 100000 --output-dir", tmp_path
     )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, **pipes)
     while len(grpo.read_log(tmp_path, "metrics.jsonl")) < 5 and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(number)
@@ -2149,20 +2165,17 @@ def test_two_ranks_take_the_gradient_of_one_process(tmp_path):
 
 
 def test_two_ranks_train_and_one_or_two_resume(tmp_path, varied):
-    words = [*QUICK, *varied, "--max-steps", "2", "--save-every", "1"]
-    result = torchrun(grpo.__file__, *words, "--output-dir", tmp_path / "run")
+    options = words(QUICK, varied, "--max-steps 2 --save-every 1 --output-dir", tmp_path / "run")
+    result = torchrun(grpo.__file__, *options)
     assert result.stdout.count("saved") == 2 and result.stdout.count("held-out") == 1
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    assert all(
-        row["num_tokens"] == pytest.approx(16 * row["completion_length"])
-        for row in rows
-        if "loss" in row
-    )
-    assert set(weights_of(tmp_path / "run" / "checkpoint-2")) == set(
-        weights_of(save_model(tmp_path / "m"))
-    )
-    grpo.train(parse_args(["--resume", str(tmp_path / "run"), "--max-steps", "3"]))
+    for row in rows:
+        if "loss" in row:
+            assert row["num_tokens"] == pytest.approx(16 * row["completion_length"])
+    names = set(weights_of(save_model(tmp_path / "m")))
+    assert set(weights_of(tmp_path / "run" / "checkpoint-2")) == names
+    resume(tmp_path / "run", "--max-steps 3")
     torchrun(grpo.__file__, "--resume", tmp_path / "run", "--max-steps", "4")
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
@@ -2173,16 +2186,8 @@ def test_a_rank_that_fails_ends_the_whole_run_with_its_message(tmp_path):
     reward = "import os\ndef fails(prompts, completions, **columns):\n    if os.environ['RANK'] == '1': raise ValueError('rank one is out of coffee')\n    return [1.0] * len(prompts)\n"
     (tmp_path / "fails.py").write_text(reward)
     start = time.perf_counter()
-    words = [
-        *QUICK,
-        "--eval-every",
-        "0",
-        "--reward",
-        f"{tmp_path}/fails.py:fails",
-        "--output-dir",
-        tmp_path / "run",
-    ]
-    result = torchrun(grpo.__file__, *words, check=False)
+    options = words(QUICK, f"--eval-every 0 --reward {tmp_path}/fails.py:fails")
+    result = torchrun(grpo.__file__, *options, "--output-dir", tmp_path / "run", check=False)
     assert result.returncode != 0 and "rank one is out of coffee" in result.stderr
     assert time.perf_counter() - start < 120
 
@@ -2191,13 +2196,13 @@ def test_a_rank_that_fails_ends_the_whole_run_with_its_message(tmp_path):
 
 
 def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(tmp_path, varied):
-    words = [*RESUMABLE, *varied, "--save-every", "1", "--max-steps", "12"]
-    grpo.train(parse_args([*words, "--output-dir", str(tmp_path / "whole")]))
+    options = RESUMABLE, varied, "--save-every 1 --max-steps 12"
+    train(tmp_path / "whole", *options)
     out, moments, kills = tmp_path / "killed", random.Random(time.time_ns()), 0
     while True:
         started = (out / "config.json").exists()
-        command = ["--resume", str(out)] if started else [*words, "--output-dir", str(out)]
-        command = [sys.executable, grpo.__file__, *command]
+        command = ("--resume", out) if started else (*options, "--output-dir", out)
+        command = words(sys.executable, grpo.__file__, *command)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         goal = len(grpo.read_log(out, "metrics.jsonl")) + moments.randint(1, 4)
         while process.poll() is None:
@@ -2216,7 +2221,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(tmp_path
 
 def test_a_file_size_limit_stops_a_save_and_leaves_the_checkpoint_before(tmp_path):
     out = tmp_path / "run"
-    grpo.train(parse_args([*QUICK, "--output-dir", str(out)]))
+    train(out, QUICK)
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (10**6, 10**6))
     command = [sys.executable, grpo.__file__, "--resume", str(out), "--max-steps", "4"]
     result = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
@@ -2227,8 +2232,7 @@ def test_a_file_size_limit_stops_a_save_and_leaves_the_checkpoint_before(tmp_pat
 
 def test_data_too_small_to_hold_anything_out_trains_without_evaluation(tmp_path):
     (tmp_path / "few.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 5)
-    words = [*QUICK, "--data", str(tmp_path / "few.jsonl"), "--output-dir", str(tmp_path / "run")]
-    grpo.train(parse_args(words))
+    train(tmp_path / "run", QUICK, "--data", tmp_path / "few.jsonl")
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3]
 
 
@@ -2246,7 +2250,7 @@ def test_metrics_go_to_the_tracker_that_is_asked_for(tmp_path, monkeypatch):
         init=lambda **k: seen.append(k), log=lambda record, step: seen.append(step)
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
-    grpo.train(parse_args([*QUICK, "--report-to", "wandb", "--output-dir", str(tmp_path / "run")]))
+    train(tmp_path / "run", QUICK, "--report-to wandb")
     assert seen[0]["config"]["seed"] == 0 and seen[1:] == [0, 1, 2, 3, 3]
 
 
