@@ -1762,15 +1762,14 @@ def tracker(run):
 
 def heed_signals(run):
     """SIGINT and SIGTERM finish the step, save and exit; a second one ends the process at once."""
+    both = signal.SIGINT, signal.SIGTERM
 
     def ask(number, frame):
+        [signal.signal(other, signal.SIG_DFL) for other in both]
         run.stop = signal.Signals(number).name
         tqdm.write(f"{run.stop}: finishing the step and saving; once more to stop at once")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask)
+    [signal.signal(number, ask) for number in both]
 
 
 # --------------------------------------------------------------------------------- more rewards

@@ -1355,6 +1355,9 @@ def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_o
     texts, scores, rewards, steps = grpo.judge(run, rows, ids, completion_mask(ids, [0]))
     assert steps is None and texts == ["2", "012"] and rewards.tolist() == [2.5, 0.0]
     assert scores["half_judged"][0] == 2 / 2 and scores["half_judged"][1].isnan()
+    run.rewards.pop("accuracy")  # then nobody judges the second
+    _, _, rewards, _ = grpo.judge(run, rows, ids, completion_mask(ids, [0]))
+    assert rewards[0] == 2.0 and rewards[1].isnan()
 
 
 # ----------------------------------------------------------------------------------------- whole runs
@@ -2069,6 +2072,50 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, number):
     assert process.returncode == 1 and "go on with --resume" in error.splitlines()[-1]
     last = max(row["step"] for row in grpo.read_log(tmp_path, "metrics.jsonl"))
     assert grpo.newest_checkpoint(tmp_path).name == f"checkpoint-{last}"
+
+
+SLOW = """
+import time
+def slow(prompts, completions, **columns):
+    open(__file__ + ".asked", "w").close()
+    time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    options = QUICK, "--eval-every 0 --reward", f"{tmp_path}/slow.py:slow", "--output-dir", tmp_path
+    process = subprocess.Popen(
+        words(sys.executable, grpo.__file__, *options), stdout=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "slow.py.asked").exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    while "SIGTERM" not in process.stdout.readline():  # it has heard the first
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
+    def evaluate(run, step):
+        run.log("metrics.jsonl", {"step": step, "eval/reward": 1.0 if step == 2 else 0.5})
+
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    train(tmp_path / "run", RESUMABLE, "--eval-every 2 --keep-checkpoints 1")
+    names = [path.name for path in grpo.checkpoints(tmp_path / "run")]
+    assert names == ["checkpoint-6", "checkpoint-2"]
+    assert grpo.best_evaluated([{"step": 1}]) is None
+
+
+def test_metrics_of_ranks_are_averaged_over_those_that_have_them(monkeypatch):
+    records = [
+        {"step": 3, "reward": 1.0, "rewards/a": None, "num_tokens": 5, "peak_memory_gb": 2.0},
+        {"step": 3, "reward": 0.5, "rewards/a": 0.4, "num_tokens": 7, "peak_memory_gb": 1.0},
+    ]
+    monkeypatch.setattr(grpo, "gather", lambda record: records)
+    mean = grpo.mean_over_ranks(records[0])
+    assert mean == {"step": 3, "reward": 0.75, "rewards/a": 0.4, "num_tokens": 12, "peak_memory_gb": 2.0}  # fmt: skip
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
