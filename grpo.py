@@ -8,7 +8,7 @@ r"""GRPO, Group Relative Policy Optimization, in one readable file: torch, trans
 One training step (DeepSeekMath, arXiv:2402.03300, algorithm 1) is the loop in `train`:
   1. take B prompts                                                     `prompt_batch`
   2. sample G completions of each from the current policy               `rollout`, `generate`
-  3. score every completion                                             `judge`, `accuracy_reward`
+  3. score every completion                                             `score_completions`
   4. normalise the scores within each group into advantages             `group_advantages`
   5. ascend the clipped surrogate, held to a frozen reference by the    `token_logprobs`, `update`,
      k3 estimate of the KL divergence, with AdamW                       `grpo_loss`, `MasterAdamW`
@@ -16,21 +16,23 @@ One training step (DeepSeekMath, arXiv:2402.03300, algorithm 1) is the loop in `
 
 Shapes, in every docstring and comment: B prompts, G samples of each, N = B*G completions (rows
 b*G … b*G+G-1 belong to prompt b), P prompt length (left-padded), C completion length
-(right-padded), M unmasked completion tokens, V vocabulary, H hidden size.
+(right-padded), M unmasked completion tokens, V vocabulary, H hidden size. `mask` alone is the mask
+of completions, (N, C), True through the first EOS.
 
 Where this file departs from the papers and from common tutorials (each has a test):
-  - A group of equal rewards has advantage exactly 0. The formula as printed gives up to ±0.8,
-    because the float32 mean can be one bit off and the standard deviation is then that bit.
+  - A group of equal rewards has advantage exactly 0. The formula as printed gives as much as ±0.8:
+    rounding can put the float32 mean one bit off, and the standard deviation is then that bit too.
   - The standard deviation is the unbiased one (n - 1); eps = 1e-8.
-  - A completion's mask runs through its first EOS, found by position. `ids == pad` would never
-    teach the model to stop where pad and EOS are one token (Qwen2).
+  - A completion's mask runs through its first EOS, found by position. The mask `ids != pad` would
+    never teach the model to stop where pad and EOS are one token (Qwen2).
   - With one update per rollout the old log-probs are the new ones, detached: the ratio is 1.
   - Every normaliser counts the whole optimizer batch: micro-batches do not change the gradient.
-  - The weights that AdamW moves are float32: at a learning rate of 1e-6 bfloat16 ones stand still.
+  - AdamW moves float32 weights: at a learning rate of 1e-6 bfloat16 weights would not move.
   - A group's shared prompt runs through the model once, in sampling, scoring and training.
 
-The main line ends with `train`. After it: several processes, checkpoints, more rewards, the
-built-in task, the command line.
+The main line goes from `sample` to `train`. After it: how a run begins and ends, several processes,
+checkpoints, how answers are read, more rewards, the built-in task, the command line. In a single
+process `gather(x)` is `[x]` and `exchange_gradients` does nothing: pass over them at first.
 """
 
 import argparse
@@ -38,9 +40,11 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import datetime
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import operator
@@ -78,6 +82,7 @@ from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
@@ -162,17 +167,19 @@ class Config:
 
 # What `--model tiny` changes; whatever the user types wins.
 TINY = dict(prompt_template="{question}", prompts_per_step=64, max_completion_length=8)
-TINY |= dict(micro_batch_tokens=16384, learning_rate=1e-3, max_steps=240, sft_steps=70)
+TINY |= dict(
+    dtype="float32", micro_batch_tokens=16384, learning_rate=1e-3, max_steps=240, sft_steps=70
+)
 TINY |= dict(sft_learning_rate=3e-3, eval_every=120, samples_every=120)
 
 
 def parse_args(argv=None) -> Config:
     """`Config` from a list of command-line words (default: the process's)."""
-    width = functools.partial(argparse.ArgumentDefaultsHelpFormatter, max_help_position=34)
+    layout = dict(max_help_position=34, width=110)
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--option value ...]", allow_abbrev=False,
         description="Train a language model with GRPO, Group Relative Policy Optimization.",
-        formatter_class=functools.partial(width, width=110),
+        formatter_class=functools.partial(argparse.ArgumentDefaultsHelpFormatter, **layout),
     )  # fmt: skip
     for field in dataclasses.fields(Config):
         kind = (get_args(field.type) or (field.type,))[0]  # `float | None` -> float
@@ -190,6 +197,8 @@ def parse_args(argv=None) -> Config:
     first = parser.parse_args(argv)
     if first.model == "tiny":
         parser.set_defaults(**TINY)
+    if "resume" in first and "output_dir" in first:
+        raise Error("--resume goes on in its own folder: leave --output-dir out")
     if "resume" in first:
         try:
             options = json.loads(Path(first.resume, "config.json").read_text())
@@ -218,7 +227,7 @@ def read_rows(source, needs_answer):
         rows = [(f"{source}, line {i}", line) for i, line in lines if line.strip()]
     else:
         name, config, split = (source.split(":") + [None, None])[:3]
-        datasets = optional("datasets", f"{source} is no file; as a Hub data set it")
+        datasets = import_optional("datasets", f"{source} is no file; as a Hub data set it")
         try:
             data = datasets.load_dataset(name, config, split=split or "train")
         except Exception as error:
@@ -263,7 +272,7 @@ def chat_template_fits(tokenizer, eos_token_ids):
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     ending = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2].strip()
     first = tokenizer(ending, add_special_tokens=False)["input_ids"][:1]
-    return first in [[i] for i in eos_token_ids]
+    return bool(first) and first[0] in eos_token_ids
 
 
 def encode_prompts(rows, run):
@@ -297,8 +306,8 @@ def encode_prompts(rows, run):
 
 
 def prompt_batch(rows, step, size, seed):
-    """The `size` rows of step 1, 2, …: epochs of shuffled rows, a function of the step alone, so
-    that a resumed run finds its place."""
+    """The `size` rows of step 1, 2, …: rows in epochs, each shuffled by seed + epoch. It depends on
+    nothing else, so that a resumed run finds its place."""
 
     @functools.cache
     def order(epoch):
@@ -337,7 +346,7 @@ def load_model(config, device):
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, **safe)
             if find_adapter_config_file(name):
-                peft = optional("peft", f"the adapter {name}")
+                peft = import_optional("peft", f"the adapter {name}")
                 adapted = peft.AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
                 model = adapted.merge_and_unload()
             else:
@@ -350,7 +359,8 @@ def load_model(config, device):
     model.to(device).eval()  # no dropout, ever: sampling, old, new and reference log-probs agree
     for param in model.parameters():
         param.data = param.data.clone()  # the mapped file's unaligned tensors slow a CPU down
-    ids = [c.eos_token_id for c in (model.generation_config, model.config, tokenizer)]
+    owners = (model.generation_config, model.config, tokenizer)
+    ids = [getattr(owner, "eos_token_id", None) for owner in owners]
     eos = next((i for i in ids if i is not None), None)
     if eos is None:
         raise Error(f"{name} names no EOS token: it would never stop")
@@ -369,7 +379,7 @@ def compute_dtype(config, device):
 def add_lora(run):
     """Freeze the policy and train low-rank adapters of its linear layers (arXiv:2106.09685). They
     start as zero, so that with them off the policy is the reference and needs no second copy."""
-    peft, rank = optional("peft", "--lora-rank"), run.config.lora_rank
+    peft, rank = import_optional("peft", "--lora-rank"), run.config.lora_rank
     lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     run.lora = peft.get_peft_model(run.policy, lora)  # puts the adapters into the policy itself
 
@@ -378,17 +388,24 @@ def checkpoint_layers(model):
     """Recompute each layer's activations in backward. transformers' own switch drops the cache."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            how = dict(use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+            layer.forward = functools.partial(checkpoint, layer.forward, **how)
 
 
 # ------------------------------------------------------------------------------------------ rollout
 
 
-def sample(logits, temperature=1.0, top_p=1.0, top_k=0):
-    """One token of each row from softmax(logits / temperature): (N, V) -> (N,). 0: the best one.
+def _float(x: torch.Tensor) -> torch.Tensor:
+    """At least float32: exponentials and long sums lose too much in half precision."""
+    return x if x.dtype == torch.float64 else x.float()
 
-    By the inverse of the distribution function: `torch.multinomial` draws a random number for each
-    word, which for 151,936 of them took a third of a decoding step on a CPU.
+
+def sample(logits, temperature=1.0, top_p=1.0, top_k=0):
+    """One token of each row from softmax(logits / temperature): (N, V) -> (N,). At temperature 0
+    the most probable one.
+
+    Inverse transform sampling, one uniform number a row: `torch.multinomial` draws one for each
+    word of the vocabulary, which for 151,936 of them took a third of a decoding step on a CPU.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -399,7 +416,7 @@ def sample(logits, temperature=1.0, top_p=1.0, top_k=0):
         logits = transformers.TopPLogitsWarper(top_p)(None, logits)
     cdf = logits.softmax(1).cumsum(1, dtype=torch.float64)  # (N, V); float32 would lose the tail
     draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    return torch.searchsorted(cdf, draws, right=True)[:, 0]
+    return torch.searchsorted(cdf, draws, right=True)[:, 0]  # the first one beyond the draw
 
 
 @torch.no_grad()
@@ -410,28 +427,23 @@ def generate(
     """G completions of each prompt, sampled from exactly the policy -> ids (N, C).
 
     prompt_ids, prompt_mask: (B, P), left-padded. C is at most `max_completion_length`; after a
-    row's EOS stands `pad_token_id`. Heeds nothing of the model's generation config. Each prompt
-    runs once and a finished row is dropped, unless the model's cache can be neither repeated nor
-    cut (linear attention, Mamba). Needs `sample`, `completion_mask` and `_float`.
+    row's EOS stands `pad_token_id`. Ignores the model's generation config. Each prompt runs once
+    and a finished row is dropped, for which the model must have a plain key-value cache:
+    `has_plain_cache`. Needs `sample`, `completion_mask` and `_float` where it is pasted.
     """
-    cache = DynamicCache(config=model.config)
-    shared = all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
-    mask, positions = prompt_mask.long(), (prompt_mask.cumsum(1) - 1).clamp(min=0)
-    if not shared:
-        repeated = (x.repeat_interleave(num_generations, 0) for x in (prompt_ids, mask, positions))
-        prompt_ids, mask, positions = repeated
 
     def forward(ids):
-        inputs = dict(attention_mask=mask, position_ids=positions, past_key_values=cache)
+        inputs = dict(attention_mask=attention_mask, position_ids=positions, past_key_values=cache)
         return model(ids, **inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    logits, positions = forward(prompt_ids), positions[:, -1:]  # (B, V), (B, 1)
-    if shared:  # from here on each of a prompt's G completions is a row
-        cache.batch_repeat_interleave(num_generations)
-        repeated = (x.repeat_interleave(num_generations, 0) for x in (logits, mask, positions))
-        logits, mask, positions = repeated
-    completion_ids = prompt_ids.new_zeros(len(logits), max_completion_length)  # (N, C)
-    rows = torch.arange(len(logits), device=logits.device)  # those that the cache holds
+    cache, attention_mask = DynamicCache(config=model.config), prompt_mask.long()
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
+    logits = forward(prompt_ids)  # (B, V)
+    cache.batch_repeat_interleave(num_generations)  # each of a prompt's G completions is a row
+    repeated = (logits, attention_mask, positions[:, -1:])
+    logits, attention_mask, positions = (x.repeat_interleave(num_generations, 0) for x in repeated)
+    completion_ids = prompt_ids.new_zeros(len(logits), max_completion_length)
+    rows = torch.arange(len(logits), device=logits.device)  # those that are still being sampled
     eos = torch.tensor(eos_token_ids, device=logits.device)
     unfinished = torch.ones_like(rows, dtype=torch.bool)
     for length in range(1, max_completion_length + 1):
@@ -440,36 +452,54 @@ def generate(
         unfinished = unfinished & ~torch.isin(next_ids, eos)
         if length == max_completion_length or not unfinished.any():
             break
-        if shared and not unfinished.all():
-            cache.batch_select_indices(unfinished)
-            kept = (x[unfinished] for x in (rows, next_ids, mask, positions, unfinished))
-            rows, next_ids, mask, positions, unfinished = kept
-        mask, positions = F.pad(mask, (0, 1), value=1), positions + 1
+        if not unfinished.all():
+            keep = unfinished
+            cache.batch_select_indices(keep)
+            kept = (x[keep] for x in (rows, next_ids, attention_mask, positions, unfinished))
+            rows, next_ids, attention_mask, positions, unfinished = kept
+        attention_mask, positions = F.pad(attention_mask, (0, 1), value=1), positions + 1
         logits = forward(next_ids[:, None])
-    completion_ids = completion_ids[:, :length]
+    completion_ids = completion_ids[:, :length]  # (N, C)
     return completion_ids.where(completion_mask(completion_ids, eos_token_ids), pad_token_id)
 
 
-def generate_continuously(
+def has_plain_cache(model):
+    """Whether the model's cache is keys and values alone, which can be repeated and cut by rows. A
+    state such as Mamba's cannot, and some forward methods ignore `past_key_values`."""
+    layers = DynamicCache(config=model.config).layers
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    return plain and "past_key_values" in inspect.signature(model.forward).parameters
+
+
+@torch.no_grad()
+def generate_with_transformers(
     model, prompt_ids, prompt_mask, num_generations, max_completion_length, eos_token_ids,
-    pad_token_id=0, temperature=1.0, top_p=1.0, top_k=0,
+    pad_token_id=0, temperature=1.0, top_p=1.0, top_k=0, continuous=False,
 ):  # fmt: skip
-    """What `generate` does, by transformers' continuous batching: a paged cache, on CUDA graphs."""
-    prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-    prompts = [prompt for prompt in prompts for _ in range(num_generations)]
-    # Whatever is not set here would come from the model's own generation config.
-    how = dict(do_sample=False)
+    """What `generate` does, by transformers, for any causal model: with `continuous` batching (a
+    paged cache, on CUDA graphs) or by its plain `generate`, which runs a prompt for each sample."""
+    how = dict(do_sample=bool(temperature), repetition_penalty=1.0)
     if temperature:
-        how = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    how |= dict(repetition_penalty=1.0, max_new_tokens=max_completion_length)
-    how = transformers.GenerationConfig(
-        **how, eos_token_id=eos_token_ids, pad_token_id=pad_token_id
-    )
-    pages = math.ceil((prompt_ids.shape[1] + max_completion_length) / 256)  # of 256 tokens
-    cache = transformers.ContinuousBatchingConfig(num_blocks=pages * len(prompts))
-    outputs = model.generate_batch(prompts, how, cache, progress_bar=False)
-    ids = [output.generated_tokens for output in outputs.values()]
-    return pad(ids, pad_token_id, "right", prompt_ids.device)[0]
+        how |= dict(temperature=temperature, top_p=top_p, top_k=top_k)
+    how |= dict(max_new_tokens=max_completion_length, eos_token_id=eos_token_ids)
+    how = transformers.GenerationConfig(**how, pad_token_id=pad_token_id)
+    # What is unset would come from the model's own config, such as a penalty of repetition.
+    own, model.generation_config = model.generation_config, how
+    try:
+        if not continuous:
+            ids, mask = (x.repeat_interleave(num_generations, 0) for x in (prompt_ids, prompt_mask))
+            return model.generate(ids, how, attention_mask=mask.long())[:, ids.shape[1] :]
+        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+        prompts = [prompt for prompt in prompts for _ in range(num_generations)]
+        pages = math.ceil((prompt_ids.shape[1] + max_completion_length) / 256)  # of 256 tokens
+        cache = transformers.ContinuousBatchingConfig(num_blocks=pages * len(prompts))
+        outputs = list(model.generate_batch(prompts, how, cache, progress_bar=False).values())
+    finally:
+        model.generation_config = own
+    failed = [output.error for output in outputs if output.error]
+    if failed or len(outputs) < len(prompts):
+        raise Error(f"continuous batching: {[*failed, 'completions are missing'][0]}")
+    return pad([o.generated_tokens for o in outputs], pad_token_id, "right", prompt_ids.device)[0]
 
 
 def completion_mask(completion_ids, eos_token_ids):
@@ -486,6 +516,1201 @@ def completion_mask(completion_ids, eos_token_ids):
 
 
 # ------------------------------------------------------------------------------------------ rewards
+
+
+def accuracy_reward(prompts, completions, answer, **columns):
+    """1.0 where the completion's one extracted answer is the data's `answer`, else 0.0.
+
+    >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
+    [1.0, 0.0, 0.0]
+    """
+    pairs = zip(completions, answer, strict=True)
+    return [float(answers_match(extract_answer(text), gold_answer(gold))) for text, gold in pairs]
+
+
+def score(rewards, **columns):
+    """Ask every reward function -> {name: N values}: a number, a list of numbers (one for each step
+    of the completion), or None (not its to judge).
+
+    columns: `prompts`, `completions`, `completion_ids` and the data's other columns, each a list of
+    N, which a function gets by name as it would from TRL. Raises `Error` for anything else.
+    """
+    scores, size = {}, len(columns["completions"])
+    for name, (function, _) in rewards.items():
+        try:
+            values = list(function(**columns))
+        except Exception as error:
+            traceback.print_exc()
+            raise Error(f"the reward {name} failed: {error!r}") from None
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+        judged = [value for value in values if value is not None]
+        numbers = [n for value in judged for n in (value if isinstance(value, list) else [value])]
+        good = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
+        if len(values) != size or not good:
+            kinds = f"{size} finite numbers (or lists of numbers, one a step; or None: not judged)"
+            raise Error(f"the reward {name} returned {str(values)[:200]}, not {kinds}")
+        scores[name] = values
+    return scores
+
+
+# --------------------------------------------------------------------------------------- advantages
+
+
+def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
+    """(r - mean of its group) / (std + eps): rewards (N,) -> (N,). DeepSeekMath 4.1.2.
+
+    std is the unbiased one, of the "group", of the whole "batch", or "none" at all (Dr. GRPO,
+    arXiv:2503.20783). Equal rewards give exactly 0. Raises ValueError unless G >= 2 divides N.
+    Needs `_float` where it is pasted.
+
+    >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
+    tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
+    """
+    if num_generations < 2 or len(rewards) % num_generations:
+        raise ValueError(f"{len(rewards)} rewards make no groups of {num_generations} (at least 2)")
+    groups = _float(rewards).view(-1, num_generations)  # (B, G)
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    # Rounding can leave equal rewards one bit off their mean, and the std is then that bit too.
+    centred = (groups - groups.mean(1, keepdim=True)).masked_fill(equal, 0)
+    scales = {"group": groups.std(1, keepdim=True) + eps, "batch": groups.std() + eps, "none": 1}
+    return (centred / scales[scale_rewards]).view(-1)
+
+
+def process_advantages(
+    step_rewards, step_ends, num_generations, num_tokens, eps=1e-8, scale_rewards="group"
+):
+    """Process supervision (DeepSeekMath 4.1.3): the advantage of each token -> (N, num_tokens).
+
+    step_rewards, step_ends: N lists, a number for each step of a completion and the index of its
+    last token. The step rewards of a group are normalised together; a token's advantage is the sum
+    of those of the steps that end at or after it. `scale_rewards`: "group" or "none". Needs
+    `group_advantages` and `_float`.
+
+    >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
+    tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
+            [ 0.0000,  0.0000,  0.8660,  0.0000]])
+    """
+    advantages = torch.zeros(len(step_rewards), num_tokens)
+    for start in range(0, len(step_rewards), num_generations):
+        group = range(start, start + num_generations)
+        rewards = torch.tensor([float(reward) for i in group for reward in step_rewards[i]])
+        if len(rewards) > 1:  # a single step is its own mean
+            normalised = iter(group_advantages(rewards, len(rewards), scale_rewards, eps))
+            for i in group:  # a step's normalised reward goes to every token up to its end
+                for end in step_ends[i]:
+                    advantages[i, : end + 1] += next(normalised)
+    return advantages
+
+
+# ---------------------------------------------------------------------------------------- log-probs
+
+
+def token_logprobs(
+    model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature=1.0, fast=True
+):
+    """log-prob of each completion token given all before it -> (N, C) float32, 0 where masked.
+
+    prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, completion_mask: (N, C), rows
+    b*G … b*G+G-1 continue prompt b. Logits are divided by `temperature`, as in sampling. `fast`
+    runs each prompt once and its completions on G copies of its key-value cache, through which
+    gradients flow, and never holds the (N, C, V) logits; else this is the model's plain forward.
+    `fast_path_holds` tells whether a model may. Needs `PromptCache`, `LogProbs` and `_float` where
+    it is pasted.
+    """
+    num_generations = len(completion_ids) // len(prompt_ids)
+    length, device = completion_ids.shape[1], prompt_ids.device
+    rows = torch.arange(len(completion_ids), device=device) // num_generations  # prompt of each
+    # Attending to padding on the right does no harm: no token that counts comes after it.
+    attention_mask = torch.cat([prompt_mask[rows], torch.ones_like(completion_mask)], 1).long()
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # (N, P + C)
+    ids = completion_ids[completion_mask]  # (M,): padding costs nothing in the output layer
+
+    if not fast:
+        inputs = dict(attention_mask=attention_mask, position_ids=positions, use_cache=False)
+        inputs |= dict(logits_to_keep=length + 1)
+        logits = model(torch.cat([prompt_ids[rows], completion_ids], 1), **inputs).logits
+        logits = logits[:, -length - 1 : -1][completion_mask]  # each predicts the next token
+        logp = (_float(logits) / temperature).log_softmax(1).gather(1, ids[:, None])[:, 0]
+    else:
+        cache, backbone = PromptCache(config=model.config), model.base_model
+        inputs = dict(attention_mask=prompt_mask.long(), past_key_values=cache, use_cache=True)
+        inputs["position_ids"] = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+        # A prompt's last hidden state predicts the first token of each of its completions …
+        hidden = backbone(prompt_ids, **inputs)[0][rows, -1:]  # (B, P, H) -> (N, 1, H)
+        if length > 1:  # … and the completions without their last token predict the others.
+            inputs = dict(past_key_values=cache.repeat(num_generations), use_cache=True)
+            inputs |= dict(attention_mask=attention_mask[:, :-1])
+            inputs |= dict(position_ids=positions[:, -length:-1])
+            rest = backbone(completion_ids[:, :-1], **inputs)[0]  # (N, C - 1, H)
+            hidden = torch.cat([hidden, rest], 1)
+        weight = model.get_output_embeddings().weight
+        logp = LogProbs.apply(hidden[completion_mask], weight, ids, temperature)
+    return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
+
+
+class PromptCache(DynamicCache):
+    """A key-value cache that a forward pass reads but never changes: what it adds goes to `after`.
+
+    So a layer that gradient checkpointing runs a second time sees what it saw the first time. (The
+    copy of a layer is shallow: `update` replaces its tensors and writes into none.)
+    """
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        layer = copy.copy(self.layers[layer_idx])
+        self.after = {**getattr(self, "after", {}), layer_idx: layer}
+        return layer.update(keys, values, *args, **kwargs)
+
+    def repeat(self, num_generations):
+        """What the pass left, as a new cache, each prompt `num_generations` times."""
+        repeated = PromptCache()
+        repeated.layers = [self.after[i] for i in range(len(self.layers))]
+        repeated.batch_repeat_interleave(num_generations)
+        return repeated
+
+
+class LogProbs(torch.autograd.Function):
+    """log softmax(hidden @ weight.T / temperature) at `ids`: (M, H), (V, H), (M,) -> (M,).
+
+    Goes through the vocabulary a chunk at a time: the (M, V) logits never stand in memory, and each
+    row of the weight's gradient is computed at once, over all tokens. Backward computes the logits
+    again: d logp / d logits = (onehot(id) - softmax(logits / temperature)) / temperature.
+    """
+
+    CHUNK = 2**22  # logits at once: 16 MiB in float32
+
+    @staticmethod
+    def chunks(hidden, weight, ids, temperature):
+        """(its slice of V, logits (M, slice), which ids it holds, where) of each chunk."""
+        chunk = LogProbs.CHUNK * (16 if hidden.is_cuda else 1)
+        size = max(1, chunk // max(1, len(ids)))
+        for start in range(0, len(weight), size):
+            logits = _float(hidden @ weight[start : start + size].t()).div_(temperature)
+            where = (ids - start).clamp(0, logits.shape[1] - 1)
+            yield slice(start, start + size), logits, where == ids - start, where[:, None]
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, temperature):
+        log_z = _float(hidden.new_full((len(ids),), -math.inf))
+        chosen = torch.zeros_like(log_z)
+        for _, logits, held, where in LogProbs.chunks(hidden, weight, ids, temperature):
+            log_z = torch.logaddexp(log_z, logits.logsumexp(1))
+            chosen = torch.where(held, logits.gather(1, where)[:, 0], chosen)
+        ctx.save_for_backward(hidden, weight, ids, log_z)
+        ctx.temperature = temperature
+        return chosen - log_z
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, ids, log_z = ctx.saved_tensors
+        grad = grad / ctx.temperature
+        grad_hidden = torch.zeros_like(hidden, dtype=grad.dtype)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for part, logits, held, where in LogProbs.chunks(hidden, weight, ids, ctx.temperature):
+            grad_logits = logits.sub_(log_z[:, None]).exp_().mul_(-grad[:, None])  # -softmax
+            grad_logits.scatter_add_(1, where, (grad * held)[:, None])  # + onehot
+            grad_logits = grad_logits.to(weight.dtype)
+            grad_hidden += grad_logits @ weight[part]
+            if grad_weight is not None:
+                grad_weight[part] = grad_logits.t() @ hidden
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None
+
+
+def fast_path_holds(model):
+    """Whether `token_logprobs` gives with `fast` what it gives without, in values and gradients.
+
+    Wrong log-probs are never an option, so every model is asked, on a few tokens: not all logits
+    are head(hidden) (Gemma 2 caps them, Cohere scales them), not every layer bears a shared cache.
+    """
+    vocabulary = min(1000, model.config.get_text_config().vocab_size)
+    ids = torch.randint(vocabulary, (6, 5), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(model.device)
+    batch = [ids[:2], torch.ones_like(ids[:2]).bool(), ids[2:], torch.ones_like(ids[2:]).bool()]
+    batch[1][0, :2] = False
+    head, results, products, hooks = model.get_output_embeddings(), [], [], []
+    try:
+        for fast in (False, True):
+            logp = token_logprobs(model, *batch, fast=fast)
+            gradient = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
+            results.append((logp, *gradient))
+        # On inputs so large that a cap shows even in a model whose logits are small.
+        hooks += [head.register_forward_pre_hook(lambda module, inputs: (1000 * inputs[0],))]
+        hooks += [head.register_forward_hook(lambda module, inputs, out: products.append(out))]
+        with torch.no_grad():
+            logits = model(ids).logits
+    except Exception:  # whatever a model raises that has no such cache or no such head
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    same = [(f - p).norm() <= tolerance * p.norm() for p, f in zip(*results, strict=True)]
+    capped = not torch.equal(logits.float(), products[0].float())
+    return all(same) and not capped and getattr(head, "bias", 0) is None  # LogProbs adds no bias
+
+
+# --------------------------------------------------------------------------------------------- loss
+
+
+def masked_mean(x, mask, dim=None):
+    """Mean of x where mask is true, over all of it or along `dim`, kept with size 1; 0 if none."""
+    dims = {} if dim is None else dict(dim=dim, keepdim=True)
+    return (x * mask).sum(**dims) / mask.sum(**dims).clamp(min=1)
+
+
+def kl_k3(logp, ref_logp):
+    """exp(d) - d - 1 with d = ref_logp - logp, never negative, unbiased for KL(policy, reference).
+
+    (N, C) -> (N, C) in nats: DeepSeekMath eq. 4, Schulman's k3 (joschu.net/blog/kl-approx.html).
+    Needs `_float` where it is pasted.
+
+    >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
+    tensor([0.0508])
+    """
+    d = _float(ref_logp) - _float(logp)
+    return torch.expm1(d) - d
+
+
+def importance_ratio(logp, old_logp, mask, importance_sampling_level="token"):
+    """New over old probability of each token, (N, C). `old_logp` None: the policy has not moved.
+
+    "sequence" gives all tokens of a completion one ratio, exp of the mean of logp - old_logp over
+    its tokens (GSPO, arXiv:2507.18071, eq. 7).
+    """
+    log_ratio = _float(logp) - _float(logp.detach() if old_logp is None else old_logp)
+    if importance_sampling_level == "sequence":
+        log_ratio = masked_mean(log_ratio, mask, dim=1).expand_as(logp)
+    elif importance_sampling_level != "token":
+        raise ValueError(f"importance_sampling_level {importance_sampling_level!r} is unknown")
+    return log_ratio.exp()
+
+
+def clipped_surrogate(
+    logp, old_logp, advantages, epsilon=0.2, epsilon_high=None, mask=None,
+    importance_sampling_level="token",
+):  # fmt: skip
+    """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), (N, C): what is to be maximised.
+
+    logp, old_logp: (N, C); advantages: (N,) or (N, C); `mask` matters to the "sequence" ratio
+    alone. PPO (arXiv:1707.06347) eq. 7 as in DeepSeekMath eq. 3; `epsilon_high` is DAPO's
+    clip-higher (arXiv:2503.14476). Needs `importance_ratio`, `masked_mean` and `_float`.
+
+    >>> logp, old_logp = torch.tensor([[0.7], [0.7]]).log(), torch.tensor([[0.5], [0.5]]).log()
+    >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
+    tensor([ 1.1225, -1.3096])
+    """
+    mask = torch.ones_like(logp) if mask is None else mask
+    ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
+    advantages = advantages.reshape(len(logp), -1)  # (N, 1) or (N, C)
+    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    return torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def grpo_loss(
+    logp, old_logp, ref_logp, advantages, mask, *, epsilon=0.2, epsilon_high=None, beta=0.04,
+    loss_type="grpo", importance_sampling_level="token", max_completion_length=None,
+    num_sequences=None, num_tokens=None,
+):  # fmt: skip
+    """(scalar to minimise, metrics): DeepSeekMath eq. 3. The metrics `kl`, `ratio_mean` and
+    `clip_fraction` are means over unmasked tokens, detached.
+
+    logp, old_logp, ref_logp: (N, C) in nats, mask: (N, C) bool, advantages: (N,) or (N, C).
+    `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None: no KL term. What
+    stands where `mask` is False reaches neither loss nor gradient. -surrogate + beta k3 of each
+    token is averaged by `loss_type`:
+        grpo     mean over sequences of the mean over their tokens
+        dapo     sum over tokens / num_tokens
+        dr_grpo  sum over tokens / (num_sequences * max_completion_length); C if that is None
+    `num_sequences` and `num_tokens` are totals of the optimizer batch (None: this call is all of
+    it), so that the losses of its micro-batches add up to its loss. Raises ValueError for an
+    unknown type. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3`, `masked_mean`, `_float`.
+    """
+    mask = mask.bool()
+    logp, old_logp, ref_logp = (
+        None if x is None else x.masked_fill(~mask, 0) for x in (logp, old_logp, ref_logp)
+    )
+    high, level = epsilon if epsilon_high is None else epsilon_high, importance_sampling_level
+    surrogate = clipped_surrogate(logp, old_logp, advantages, epsilon, high, mask, level)
+    kl = torch.zeros_like(surrogate) if ref_logp is None else kl_k3(logp, ref_logp)
+    token_loss = (beta * kl - surrogate).masked_fill(~mask, 0)  # (N, C)
+
+    num_sequences = len(mask) if num_sequences is None else num_sequences
+    num_tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
+    if loss_type == "grpo":
+        loss = masked_mean(token_loss, mask, dim=1).sum() / num_sequences
+    elif loss_type == "dapo":
+        loss = token_loss.sum() / num_tokens
+    elif loss_type == "dr_grpo":
+        loss = token_loss.sum() / (num_sequences * (max_completion_length or mask.shape[1]))
+    else:
+        raise ValueError(f"loss_type {loss_type!r} is unknown")
+
+    with torch.no_grad():
+        ratio = importance_ratio(logp, old_logp, mask, level)
+        sign = advantages.reshape(len(logp), -1)
+        clipped = (ratio > 1 + high) & (sign > 0) | (ratio < 1 - epsilon) & (sign < 0)
+        metrics = dict(kl=kl, ratio_mean=ratio, clip_fraction=clipped.float())
+        metrics = {name: masked_mean(value, mask) for name, value in metrics.items()}
+    return loss, metrics
+
+
+# ------------------------------------------------------------------------------------------- update
+
+
+class MasterAdamW:
+    """AdamW on float32 master weights, whatever dtype the model computes in.
+
+    bfloat16 keeps 8 bits of a weight: a change by less than about 1/512 of it is rounded away, and
+    at a learning rate of 1e-6 nearly all are. A float32 weight is its own master; a bfloat16 one is
+    the upper half of its master, rounded, and the lower 16 bits stand in `remainders`. A parameter
+    thus costs 2 + 2 bytes, its moments 8 and its gradient 2 or 4.
+    """
+
+    SLICE = 2**20  # weights updated at once: they fit in a cache, and no tensor is copied whole
+
+    def __init__(self, model, weight_decay=0.0):
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
+        halves = [param for param in self.params if param.dtype == torch.bfloat16]
+        self.remainders = {param: zeros(param, dtype=torch.int16) for param in halves}
+        self.moments = [[zeros(p, dtype=torch.float32) for _ in range(2)] for p in self.params]
+        self.sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+        self.num_steps, self.sums = 0, {}
+        self.options = dict(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
+        self.options |= dict(amsgrad=False, maximize=False, fused=True)
+
+    @contextlib.contextmanager
+    def float32_sums(self):
+        """In here bfloat16 weights' gradients add up in float32: bfloat16 would lose small ones."""
+
+        def add(param):
+            total = self.sums.get(param)
+            self.sums[param] = param.grad.float() if total is None else total.add_(param.grad)
+            param.grad = None
+
+        hooks = [param.register_post_accumulate_grad_hook(add) for param in self.remainders]
+        try:
+            yield
+        finally:
+            [hook.remove() for hook in hooks]
+
+    @torch.no_grad()
+    def step(self, learning_rate, max_grad_norm=math.inf):
+        """Clip the gradient to `max_grad_norm`, update, drop it -> its norm before clipping.
+
+        If that is not finite, as after a loss that is not, raises `Error` and moves no weight.
+        """
+        [module.reshard() for module in self.sharded]
+        gradients = [self.sums.pop(param, param.grad) for param in self.params]
+        norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
+        norm = whole(norm(torch.stack([norm(g) for g in gradients if g is not None]))).item()
+        if not math.isfinite(norm):
+            raise Error(f"the gradient's norm is {norm}; the weights are as they were before")
+        scale = min(1.0, max_grad_norm / (norm + 1e-6))
+        for param, moments in zip(self.params, self.moments, strict=True):
+            gradient, param.grad = gradients.pop(0), None  # freed as soon as it has been used
+            if gradient is not None:
+                tensors = [param, gradient, *moments]
+                tensors += [self.remainders[param]] if param in self.remainders else []
+                slices = [local(tensor).view(-1).split(self.SLICE) for tensor in tensors]
+                for parts in zip(*slices, strict=True):
+                    self.step_slice(learning_rate, scale, *parts)
+        self.num_steps += 1
+        return norm
+
+    def step_slice(self, learning_rate, scale, weights, gradient, first, second, remainder=None):
+        """The step of a few weights: torch's own AdamW, on their float32 masters."""
+        master = weights if remainder is None else join_halves(weights, remainder)
+        count = torch.full((), float(self.num_steps), device=master.device)  # adamw adds 1 to it
+        state = [master], [gradient.float() * scale], [first], [second], [], [count]
+        adamw(*state, lr=learning_rate, **self.options)
+        if remainder is not None:
+            split_halves(master, weights, remainder)
+
+    def state_dict(self):
+        """Everything that a step depends on, whole, on the first rank's CPU."""
+
+        def save(x):
+            x = None if x is None else whole(x)  # from all ranks
+            return None if x is None or ranks()[0] else x.cpu()
+
+        rows = [(p.data, self.remainders.get(p), *m) for p, m in zip(self.params, self.moments)]
+        return dict(tensors=[[save(x) for x in row] for row in rows], num_steps=self.num_steps)
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """What `state_dict` gave, on any number of ranks."""
+        for param, moments, saved in zip(self.params, self.moments, state["tensors"], strict=True):
+            weights, remainder, *saved_moments = saved
+            master = weights if remainder is None else join_halves(weights, remainder)
+            if param in self.remainders:
+                split_halves(master.to(param.device), param, self.remainders[param])
+            else:
+                param.copy_(shard_like(master, param))
+            [moment.copy_(shard_like(x, moment)) for moment, x in zip(moments, saved_moments)]
+        self.num_steps = state["num_steps"]
+
+
+def join_halves(weights, remainder):
+    """The float32 numbers of which bfloat16 `weights` are the upper and int16 `remainder` the lower
+    16 bits."""
+    return ((weights.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+
+
+def split_halves(master, weights, remainder):
+    """Write float32 `master` into its halves: `weights`, the nearest bfloat16, and what is left."""
+    bits = master.view(torch.int32)
+    remainder.copy_(bits.to(torch.int16))  # the lower 16 bits, as a number with a sign
+    weights.view(torch.int16).copy_((bits - remainder) >> 16)
+
+
+def cut_micro_batches(prompt_lengths, completion_lengths, num_generations, max_tokens):
+    """Cut B groups into micro-batches of at most `max_tokens` padded tokens.
+
+    prompt_lengths: (B,), completion_lengths: (N,), on the CPU -> [(prompts, rows), …], indices of
+    both. Each prompt of a micro-batch stands before equally many rows: its whole group or, where
+    that would be too long, an equal part of it. Sorted by length, so that little is padding. One
+    completion alone may exceed the budget.
+    """
+    prompt, completion = prompt_lengths.max(), completion_lengths.max()
+    sizes = [size for size in range(1, num_generations + 1) if num_generations % size == 0]
+    size = max([s for s in sizes if prompt + s * completion <= max_tokens], default=1)
+    groups = completion_lengths.view(-1, num_generations)
+    order = groups.argsort(dim=1, descending=True, stable=True)
+    rows = order + torch.arange(0, len(completion_lengths), num_generations)[:, None]  # (B, G)
+    parts = rows.view(-1, size)  # each of one group, its longest completion first
+    parts = parts[completion_lengths[parts[:, 0]].argsort(descending=True, stable=True)]
+    batches = [parts[:1]]
+    for part in parts[1:]:
+        longer = torch.cat([batches[-1], part[None]])
+        prompt = prompt_lengths[longer[:, 0] // num_generations].max()
+        if len(longer) * (prompt + size * completion_lengths[longer[0, 0]]) <= max_tokens:
+            batches[-1] = longer
+        else:
+            batches.append(part[None])
+    return [(batch[:, 0] // num_generations, batch.flatten()) for batch in batches]
+
+
+def crop(prompt_ids, prompt_mask, completion_ids, mask):
+    """The same four without the columns that are padding in every row."""
+    left, right = prompt_mask.any(0), mask.any(0)
+    right[0] = True  # one column at least, where every row is masked
+    return prompt_ids[:, left], prompt_mask[:, left], completion_ids[:, right], mask[:, right]
+
+
+def update(policy, reference, optimizer, config, learning_rate, batch, advantages, fast):
+    """num_iterations (mu) AdamW steps on one rollout -> metrics, means over its tokens and steps
+    (`grad_norm`: of the last step).
+
+    batch: prompt_ids and prompt_mask (B, P), completion_ids and mask (N, C); advantages: (N,) or
+    (N, C). reference: a function of such a batch that gives its log-probs (N, C); None: no KL term.
+    The old log-probs of all later steps are those of the first, before any weight moved; with one
+    step they are the new ones themselves.
+    """
+    prompt_ids, prompt_mask, completion_ids, mask = batch
+    advantages = advantages.reshape(len(mask), -1).expand(mask.shape)  # (N, C)
+    # Gradients are averaged over ranks, so a total of the whole batch is divided by their number.
+    num_tokens = mean_tokens(mask)
+    options = dict(
+        num_sequences=len(mask), num_tokens=num_tokens, loss_type=config.loss_type,
+        epsilon=config.epsilon, epsilon_high=config.epsilon_high, beta=config.beta,
+        importance_sampling_level=config.importance_sampling_level,
+        max_completion_length=config.max_completion_length,
+    )  # fmt: skip
+    if reference is None:  # then a group without advantages has no gradient at all: leave it out
+        live = advantages.reshape(len(prompt_ids), -1).any(1)  # (B,)
+        live[0] |= not live.any()  # but one for backward to have something
+        rows = live.repeat_interleave(config.num_generations)  # (N,)
+        prompt_ids, prompt_mask = prompt_ids[live], prompt_mask[live]
+        completion_ids, mask, advantages = completion_ids[rows], mask[rows], advantages[rows]
+    num_live, lengths = mean_tokens(mask), (prompt_mask.sum(1).cpu(), mask.sum(1).cpu())
+    if not fast:  # then each completion runs with a prompt of its own
+        lengths = 0 * lengths[0], lengths[0].max() + lengths[1]
+    budget = config.num_generations, config.micro_batch_tokens
+    micro_batches = cut_micro_batches(*lengths, *budget)
+    several, logprobs = len(micro_batches) > 1, logprobs_of(policy)
+
+    old_logps, ref_logps, totals = {}, {}, {}
+    for iteration in range(config.num_iterations):
+        with optimizer.float32_sums() if several else contextlib.nullcontext():
+            for i, (prompts, rows) in enumerate(micro_batches):
+                inputs = prompt_ids[prompts], prompt_mask[prompts], completion_ids[rows], mask[rows]
+                inputs = crop(*inputs)
+                if iteration == 0 and reference is not None:
+                    ref_logps[i] = reference(*inputs)
+                logp = logprobs(*inputs, config.temperature, fast)
+                old_logp = old_logps.setdefault(i, logp.detach())  # that of the first iteration
+                terms = logp, old_logp, ref_logps.get(i), advantages[rows, : logp.shape[1]]
+                loss, metrics = grpo_loss(*terms, inputs[-1], **options)
+                loss.backward()
+                part = inputs[-1].sum() / num_live  # of the tokens that metrics are means over
+                values = {name: part * value for name, value in metrics.items()}
+                for name, value in dict(values, loss=loss.detach()).items():
+                    totals[name] = totals.get(name, 0) + value / config.num_iterations
+        exchange_gradients(policy)
+        totals["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
+    return {name: float(value) for name, value in totals.items()}
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+@dataclass
+class Run:
+    """What the functions below share; `set_up` makes it."""
+
+    config: Config
+    device: torch.device
+    rewards: dict  # {name: (function, weight)}
+    policy: torch.nn.Module
+    tokenizer: transformers.PreTrainedTokenizerBase
+    eos_token_ids: list[int]
+    fast: bool  # whether `token_logprobs` may share prompts
+    plain_cache: bool = True  # whether `generate` may
+    lora: torch.nn.Module | None = None  # peft's wrapper of the policy
+    train_rows: list[dict] = dataclasses.field(default_factory=list)
+    eval_rows: list[dict] = dataclasses.field(default_factory=list)
+    output_dir: Path | None = None
+    track: Callable = lambda record: None  # what --report-to wants done with each row of metrics
+    finish: Callable = lambda: None  # and at the end
+    stop: str = ""  # the signal that asked for an end
+    resumed: Path | None = None  # the checkpoint to go on from
+
+    def log(self, name, *records):
+        """Append records to a JSONL file of the run's folder."""
+        if ranks()[0] == 0:
+            with open(self.output_dir / name, "a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
+            [self.track(row) for row in records if name == "metrics.jsonl"]
+
+
+def rollout(run, rows, num_generations, temperature):
+    """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask (N, C)."""
+    config, pad_token_id = run.config, run.tokenizer.pad_token_id
+    prompts = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
+    sampler = generate if run.plain_cache else generate_with_transformers
+    if config.continuous_batching:
+        sampler = functools.partial(generate_with_transformers, continuous=True)
+    completion_ids = sampler(
+        run.policy, *prompts, num_generations, config.max_completion_length, run.eos_token_ids,
+        pad_token_id, temperature, config.top_p, config.top_k,
+    )  # fmt: skip
+    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
+
+
+def score_completions(run, rows, completion_ids, mask):
+    """What the completions of B rows are worth: texts, {name: scores (N,)}, rewards (N,), process.
+
+    NaN stands for not judged. `process`, for `process_advantages`, is None unless a reward
+    function gave a list, one number a step; then a single number belongs to the last step.
+    """
+    rows = [row for row in rows for _ in range(len(mask) // len(rows))]
+    ids = [i[m].tolist() for i, m in zip(completion_ids.cpu(), mask.cpu(), strict=True)]
+    spoken = [i[:-1] if i[-1] in run.eos_token_ids else i for i in ids]
+    texts = run.tokenizer.batch_decode(spoken, skip_special_tokens=True)
+    separator = run.config.step_separator
+    steps = [[step for step in text.split(separator) if step.strip()] for text in texts]
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "ids"))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns |= dict(prompts=columns.pop("text"), completions=texts, completion_ids=ids, steps=steps)
+    values = score(run.rewards, **columns)
+
+    def number(value):
+        mean = sum(value) / max(1, len(value)) if isinstance(value, list) else value
+        return math.nan if mean is None else mean
+
+    scores = {name: torch.tensor([*map(number, values[name])]).float() for name in values}
+    rewards = sum(weight * scores[name].nan_to_num() for name, (_, weight) in run.rewards.items())
+    unjudged = torch.stack([*scores.values()]).isnan().all(0)
+    rewards = rewards.masked_fill(unjudged, math.nan)
+    if not any(isinstance(value, list) for column in values.values() for value in column):
+        return texts, scores, rewards, None
+
+    if run.config.scale_rewards == "batch":
+        raise Error("--scale-rewards batch: rewards of single steps are scaled in their group")
+    ends = [step_ends(run.tokenizer, row_ids, separator) for row_ids in ids]
+    step_rewards = [[0.0] * len(row_ends) for row_ends in ends]
+    for name, (_, weight) in run.rewards.items():
+        for i, value in enumerate(values[name]):
+            if not isinstance(value, list):
+                value = [0.0] * (len(ends[i]) - 1) + [value or 0.0]
+            if len(value) not in (len(ends[i]), len(steps[i])):
+                counts = f"{len(value)} numbers for {len(ends[i])} steps"
+                raise Error(f"the reward {name} returned {counts}: {texts[i]!r:.200}")
+            for j, step in enumerate(value):
+                step_rewards[i][j] += weight * step
+    for i in unjudged.nonzero()[:, 0].tolist():  # then there is nothing to normalise
+        step_rewards[i], ends[i] = [], []
+    return texts, scores, rewards, (step_rewards, ends)
+
+
+def step_ends(tokenizer, ids, separator="\n"):
+    """Index of each step's last token in a completion's sampled ids. Steps are its non-blank parts.
+
+    The last step runs through the last token, be it EOS or where the completion was cut off.
+    """
+    ends, pieces = [], tokenizer.batch_decode([[token] for token in ids])
+    for i in [i for i, piece in enumerate(pieces) if separator[-1] in piece] + [len(ids) - 1]:
+        parts = tokenizer.decode(ids[: i + 1], skip_special_tokens=True).split(separator)
+        done = sum(part.strip() != "" for part in parts[: None if i == len(ids) - 1 else -1])
+        ends += [i] * (done - len(ends))
+    return ends[:-1] + [len(ids) - 1]
+
+
+def fill_unjudged(rewards, num_generations):
+    """NaN -> the mean of its group (0 if all are NaN), which is no advantage: (N,) -> (N,)."""
+    groups = rewards.view(-1, num_generations)
+    return groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True)).nan_to_num(0).view(-1)
+
+
+def train(config):
+    """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
+    run = set_up(config)
+    optimizer, reference, done = prepare(run)
+    heed_signals(run)
+    (rank, world_size), size = ranks(), config.num_generations
+    if config.eval_every and not done:
+        evaluate(run, 0)
+    bar = tqdm(total=config.max_steps, desc="training", initial=done, disable=rank > 0)
+    for step in range(done + 1, config.max_steps + 1):
+        start = time.perf_counter()
+        # 1. take B prompts
+        rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
+        rows = rows[rank::world_size]
+        # 2. sample G completions of each from the current policy
+        *prompts, completion_ids, mask = rollout(run, rows, size, config.temperature)
+        # 3. score them
+        texts, scores, rewards, process = score_completions(run, rows, completion_ids, mask)
+        # 4. normalise the scores within each group
+        everyone = torch.cat(gather(rewards))  # of all ranks, as --scale-rewards batch wants it
+        if everyone.isnan().all():
+            raise Error(f"no completion was judged by {', '.join(scores)}: all returned None")
+        everyone = fill_unjudged(everyone, size)
+        advantages = group_advantages(everyone, size, config.scale_rewards)
+        advantages = advantages.chunk(world_size)[rank]
+        if process:
+            scale = dict(scale_rewards=config.scale_rewards)
+            advantages = process_advantages(*process, size, mask.shape[1], **scale)
+        # 5. ascend the clipped surrogate, held to the reference
+        middle = time.perf_counter()
+        eos = torch.tensor(run.eos_token_ids, device=run.device)
+        finished = torch.isin(completion_ids, eos).any(1, keepdim=True)  # (N, 1)
+        learnt = mask & finished if config.mask_truncated else mask
+        batch = *prompts, completion_ids, learnt
+        rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+        model = run.policy, reference, optimizer
+        metrics = update(*model, config, rate, batch, advantages.to(run.device), run.fast)
+        # 6. log, look, evaluate, save
+        end = time.perf_counter()
+        seconds = dict(rollout_seconds=middle - start, update_seconds=end - middle)
+        record = dict(step=step, **rollout_metrics(mask, finished, scores, rewards, size))
+        record |= dict(metrics, learning_rate=rate, **seconds, step_seconds=end - start)
+        record = mean_over_ranks(record | dict(peak_memory_gb=peak_memory_gb()))
+        run.log("metrics.jsonl", record)
+        shown = dict(reward="reward", kl="kl", length="completion_length")
+        bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
+        bar.update()
+        last = step == config.max_steps
+        run.stop = max(gather(run.stop))  # a signal to any rank stops them all
+        if config.samples_every and (step % config.samples_every == 0 or step == 1):
+            show_samples(run, step, rows, texts, scores, rewards, advantages)
+        if config.eval_every and (step % config.eval_every == 0 or last):
+            evaluate(run, step)
+        if last or run.stop or config.save_every and step % config.save_every == 0:
+            save_checkpoint(run, optimizer, step)
+        if run.stop and not last:
+            run.finish()
+            raise Error(f"{run.stop} after step {step}; go on with --resume {run.output_dir}")
+    bar.close()
+    run.finish()
+    return conclude(run) if rank == 0 else {}
+
+
+def set_up(config):
+    """The `Run` that a config asks for. Raises `Error` for whatever the config gets wrong."""
+    device = join_ranks()
+    rank, world_size = ranks()
+    alone = config.lora_rank or config.continuous_batching
+    if config.prompts_per_step % world_size or world_size > 1 and alone:
+        single = "--lora-rank and --continuous-batching are for one"
+        raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple; {single}")
+    rewards = load_rewards(config.reward, device)
+    train_rows, eval_rows = load_data(config, needs_answer="accuracy" in rewards)
+    resumed = newest_checkpoint(Path(config.resume)) if config.resume else None
+    reference = Path(config.resume or "") / "reference"
+    start = str(reference) if resumed and reference.exists() else config.model
+    if resumed and config.beta and config.sft_steps and not reference.exists():
+        raise Error(f"--resume: with --beta above 0 it needs {reference}, the model as GRPO began")
+    dtype = "float32" if world_size > 1 else config.dtype  # FSDP's shards are the masters
+    loaded = load_model(dataclasses.replace(config, model=start, dtype=dtype), device)
+    shared = fast_path_holds(loaded[0]), has_plain_cache(loaded[0])
+    run = Run(config, device, rewards, *loaded, *shared, resumed=resumed)
+    transformers.set_seed(config.seed + rank)
+    run.train_rows, run.eval_rows = encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
+    if len(run.train_rows) < config.prompts_per_step:
+        few = f"{len(run.train_rows)} prompts are fewer than --prompts-per-step"
+        raise Error(f"{few} {config.prompts_per_step}")
+    longest = max(len(row["ids"]) for row in run.train_rows + run.eval_rows)
+    positions = getattr(run.policy.config.get_text_config(), "max_position_embeddings", None)
+    if longest + config.max_completion_length > (positions or math.inf):
+        need = f"a prompt of {longest} and --max-completion-length {config.max_completion_length}"
+        raise Error(f"{need} exceed the {positions} positions of {config.model}")
+    name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run.output_dir = Path(gather(config.output_dir or f"runs/{name}")[0])
+    if rank == 0:
+        try:
+            run.output_dir.mkdir(parents=True, exist_ok=True)
+            if (run.output_dir / "config.json").exists() and not config.resume:
+                raise Error(f"--output-dir {run.output_dir} holds a run: name another or --resume")
+            options = dataclasses.asdict(config) | dict(resume=None)
+            (run.output_dir / "config.json").write_text(json.dumps(options, indent=2))
+        except OSError as error:
+            raise Error(f"cannot write to --output-dir {run.output_dir}: {error}") from None
+        if config.report_to != "none":
+            run.track, run.finish = tracker(run)
+    size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
+    say(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
+    if not run.fast:
+        say(f"note: {type(run.policy).__name__} needs the plain path, slower, with more memory")
+    say(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
+    return run
+
+
+def prepare(run):
+    """The supervised steps, the adapters, the optimizer, the reference, and what an interrupted run
+    left -> (optimizer, reference, number of steps done)."""
+    config, path = run.config, run.resumed
+    if config.gradient_checkpointing:
+        checkpoint_layers(run.policy)
+    if config.lora_rank:
+        add_lora(run)
+    if ranks()[1] > 1:
+        shard(run.policy, compute_dtype(config, run.device))
+    if config.sft_steps and not path:
+        sft(run)
+        if run.lora:  # GRPO starts from the model with what these adapters learnt
+            run.policy = run.lora.merge_and_unload()
+            add_lora(run)
+    if not path and config.max_steps and (config.beta or run.lora):
+        save_model(run, run.output_dir / "reference")
+    optimizer = MasterAdamW(run.policy, config.weight_decay)
+    reference = freeze_reference(run) if config.beta else None
+    if path:
+        return optimizer, reference, restore(run, optimizer, path)
+    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
+        (run.output_dir / name).write_text("")  # of a run that left no checkpoint
+    return optimizer, reference, 0
+
+
+def freeze_reference(run):
+    """The policy as it stands, as a function: a batch -> its log-probs (N, C)."""
+    if run.lora:
+        model = run.policy
+    elif ranks()[1] > 1:  # a copy for each rank, of what the first one saved
+        saved = dataclasses.replace(run.config, model=str(run.output_dir / "reference"))
+        model = load_model(saved, run.device)[0].requires_grad_(False)
+    else:
+        model = copy.deepcopy(run.policy).requires_grad_(False)
+
+    @torch.no_grad()
+    def reference(*batch):
+        with run.lora.disable_adapter() if run.lora else contextlib.nullcontext():
+            return token_logprobs(model, *batch, run.config.temperature, run.fast)
+
+    return reference
+
+
+def sft(run):
+    """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS."""
+    config, optimizer, rows = run.config, MasterAdamW(run.policy), []
+    for row in run.train_rows:
+        text = row.get("solution") or row["answer"]
+        ids = run.tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        ids += run.eos_token_ids[:1]
+        if text is not None and len(ids) <= config.max_completion_length:
+            rows.append({**row, "solution_ids": ids})
+    if len(rows) < len(run.train_rows):
+        left_out = f"{len(run.train_rows) - len(rows)} of {len(run.train_rows)} solutions"
+        say(f"left out {left_out}: none, or over {config.max_completion_length} tokens")
+    if not rows:
+        raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
+    (rank, world_size), size = ranks(), config.prompts_per_step * config.num_generations
+    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
+    for step in bar:
+        mine = prompt_batch(rows, step, size, config.seed)[rank::world_size]
+        prompts = pad([row["ids"] for row in mine], 0, "left", run.device)
+        batch = *prompts, *pad([row["solution_ids"] for row in mine], 0, "right", run.device)
+        lengths = (mask.sum(1).cpu() for mask in batch[1::2])
+        num_tokens = sum(gather(batch[3].sum().item())) / world_size  # ranks average gradients
+        total = 0.0
+        with optimizer.float32_sums():
+            for i, _ in cut_micro_batches(*lengths, 1, config.micro_batch_tokens):
+                inputs = crop(*(x[i] for x in batch))
+                loss = -logprobs_of(run.policy)(*inputs, fast=run.fast).sum() / num_tokens
+                loss.backward()
+                total += loss.item()
+        exchange_gradients(run.policy)
+        optimizer.step(config.sft_learning_rate, config.max_grad_norm)
+        bar.set_postfix(loss=f"{total:.3f}")
+
+
+def pass_at_k(num_samples, num_right, k):
+    """Unbiased estimate of the chance that one of k samples is right (arXiv:2107.03374, eq. 1).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def evaluate(run, step):
+    """Means over the held-out rows, logged: reward and scores of greedy completions and, with the
+    accuracy reward, pass@1, 2, 4, … of sampled ones. Leaves the random state as it was."""
+    config, parts, right, count = run.config, [], [], run.config.eval_samples
+    if not run.eval_rows:  # fewer than ten rows of data leave none to hold out
+        return
+    size = max(1, config.prompts_per_step * config.num_generations // max(1, count))
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        torch.manual_seed(config.seed + ranks()[0])
+        mine = run.eval_rows[ranks()[0] :: ranks()[1]] or run.eval_rows[:1]
+        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
+        for rows in tqdm(batches, "evaluating", leave=False, disable=ranks()[0] > 0):
+            _, scores, rewards, _ = score_completions(
+                run, rows, *rollout(run, rows, 1, temperature=0)[2:]
+            )
+            parts.append(dict(reward=rewards, **{f"rewards/{n}": v for n, v in scores.items()}))
+            if count and run.rewards.get("accuracy", [None])[0] is accuracy_reward:
+                samples = rollout(run, rows, count, config.temperature)
+                scores = score_completions(run, rows, *samples[2:])[1]["accuracy"]
+                right += scores.view(len(rows), -1).sum(1).int().tolist()
+    parts, right = sum(gather(parts), []), sum(gather(right), [])
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    means = {f"eval/{name}": number_or_none(values.nanmean()) for name, values in columns.items()}
+    for k in (2**i for i in range(count.bit_length() if right else 0)):
+        means[f"eval/pass@{k}"] = sum(pass_at_k(count, n, k) for n in right) / len(right)
+    run.log("metrics.jsonl", dict(step=step, **means))
+
+
+def rollout_metrics(mask, finished, scores, rewards, num_generations):
+    """What a row of metrics tells of the completions and their scores."""
+    groups = fill_unjudged(rewards, num_generations).view(-1, num_generations)
+    return dict(
+        reward=rewards.nanmean().item(), reward_std=groups.std(1).mean().item(),
+        **{f"rewards/{name}": number_or_none(v.nanmean()) for name, v in scores.items()},
+        **{f"unjudged/{n}": int(v.isnan().sum()) for n, v in scores.items() if v.isnan().any()},
+        completion_length=mask.sum(1).float().mean().item(), num_tokens=int(mask.sum()),
+        truncated_fraction=1 - finished.float().mean().item(),
+        zero_std_fraction=(groups.amax(1) == groups.amin(1)).float().mean().item(),
+    )  # fmt: skip
+
+
+def mean_over_ranks(record):
+    """Metrics of all ranks: means, but sums of what is counted and the largest memory."""
+    records, mean = gather(record), {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record[name] for record in records if record.get(name) is not None]
+        counted = name == "num_tokens" or name.startswith("unjudged/")
+        mean[name] = sum(values) / (1 if counted else len(values)) if values else None
+    return mean | dict(
+        step=record["step"], peak_memory_gb=max(r["peak_memory_gb"] for r in records)
+    )
+
+
+def peak_memory_gb():
+    """The most memory in use so far, in GiB: of the GPU's allocator, else resident on the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource  # not on Windows
+
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def show_samples(run, step, rows, texts, scores, rewards, advantages):
+    """Print the first completions of as many prompts; all go to samples.jsonl."""
+    group, records = run.config.num_generations, []
+    for i, text in enumerate(texts):
+        record = dict(step=step, prompt=rows[i // group]["text"], completion=text)
+        record |= {f"rewards/{name}": number_or_none(column[i]) for name, column in scores.items()}
+        record |= dict(reward=number_or_none(rewards[i]), advantage=advantages[i].tolist())
+        records.append(record)
+    for i in range(0, len(texts), group)[:3]:
+        prompt, completion = records[i]["prompt"][-80:], texts[i][:300]
+        say(f"step {step}  reward {rewards[i]:g}  {prompt!r} -> {completion!r}")
+    run.log("samples.jsonl", *records)
+
+
+def number_or_none(value):
+    """NaN is no JSON."""
+    return None if value.isnan() else value.item()
+
+
+def conclude(run):
+    """Say what happened, in two lines -> the last row of evaluation."""
+    rows = read_log(run.output_dir, "metrics.jsonl")
+    evaluations = [row for row in rows if row.get("eval/reward") is not None]
+    history = [row["reward"] for row in rows if "reward" in row]
+    if evaluations:
+        kind, values = "accuracy", [row.get("eval/rewards/accuracy") for row in evaluations]
+        if None in values:
+            kind, values = "reward", [row["eval/reward"] for row in evaluations]
+        before, after = (format(values[i], ".0%" if kind == "accuracy" else ".2f") for i in (0, -1))
+        count, best = len(run.eval_rows), best_evaluated(rows)
+        print(
+            f"greedy {kind} on {count} held-out prompts: {before} before, {after} after, "
+            f"best at step {best}"
+        )
+    if history:
+        width = math.ceil(len(history) / 60)
+        parts = [history[i : i + width] for i in range(0, len(history), width)]
+        means = [sum(part) / len(part) for part in parts]
+        low, high = min(means), max(means)
+        bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
+        print(f"mean sampled reward, step by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
+    return evaluations[-1] if evaluations else {}
+
+
+# ------------------------------------------------------------------------------ several processes
+
+
+def ranks():
+    """(number of this process, number of processes)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def join_ranks():
+    """This process's device; under torchrun it first meets the others."""
+    cuda = torch.cuda.is_available()
+    if "LOCAL_RANK" in os.environ and not dist.is_initialized():
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        patience = datetime.timedelta(hours=2)  # others wait while one saves, or asks a judge
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def gather(value):
+    """A list of what each rank gives."""
+    values = [value] * ranks()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def say(text):
+    """Print above the progress bar, on the first rank alone."""
+    if ranks()[0] == 0:
+        tqdm.write(text)
+
+
+def shard(policy, compute_dtype):
+    """FSDP2: each rank keeps its share of each float32 weight, gradient and moment. Whole weights,
+    in `compute_dtype`, are gathered once for a rollout and once for each update."""
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for module in [*layers, policy]:
+        fsdp.fully_shard(module, mp_policy=precision, reshard_after_forward=False)
+    policy.set_reshard_after_backward(False)  # layers stay whole until the optimizer's step
+    policy.set_requires_gradient_sync(False)  # and gradients until `exchange_gradients`
+    policy.token_logprobs = types.MethodType(token_logprobs, policy)
+    fsdp.register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
+
+
+def logprobs_of(policy):
+    """`token_logprobs` of the policy, by the entry that FSDP watches if it is sharded."""
+    return getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
+
+
+def exchange_gradients(policy):
+    """Average the ranks' gradients: in one more pass, of one token and times zero, that runs each
+    layer once on every rank. In the others they may run layers and micro-batches of any number."""
+    if ranks()[1] > 1:
+        token = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+        policy.set_requires_gradient_sync(True)
+        (0 * policy.token_logprobs(token, token == 0, token, token == 0)).sum().backward()
+        policy.set_requires_gradient_sync(False)
+
+
+def mean_tokens(mask):
+    """Unmasked tokens of a rank, the mean over ranks, at least 1."""
+    return torch.tensor(gather(mask.sum().item())).float().mean().clamp(min=1)
+
+
+def local(tensor):
+    """This rank's share of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor):
+    """All of a sharded tensor, on every rank; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor, like):
+    """A whole tensor, sharded as `like` is, if it is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+# ---------------------------------------------------------------- checkpoints, trackers, signals
+
+
+def save_model(run, path):
+    """A folder that `from_pretrained` and vLLM load; with LoRA the merged model, and `adapter/`."""
+    model, state = run.policy, None
+    if run.lora:
+        run.lora.save_pretrained(path / "adapter")
+        model = copy.deepcopy(run.lora.cpu()).merge_and_unload()  # a GPU may hold no second copy
+        run.lora.to(run.device)
+    if ranks()[1] > 1:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)  # from all ranks, for the first one
+        dtype = compute_dtype(run.config, run.device)
+        state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    if ranks()[0] == 0:
+        model.save_pretrained(path, state_dict=state)
+        run.tokenizer.save_pretrained(path)
+    gather(None)  # no rank reads before it is written
+
+
+def save_checkpoint(run, optimizer, step):
+    """OUTPUT_DIR/checkpoint-<step>: the model and all that going on needs, whole or not at all.
+
+    It is written under another name, flushed and then renamed; `manifest.json` holds a digest of
+    each file. Older checkpoints than the newest `keep_checkpoints` go, except the best evaluated.
+    """
+    path = run.output_dir / f"checkpoint-{step}"
+    temporary = run.output_dir / f".checkpoint-{step}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        save_model(run, temporary)
+        state = dict(step=step, optimizer=optimizer.state_dict(), random=random_state())
+        if ranks()[0] == 0:
+            torch.save(state, temporary / "trainer_state.pt")
+            files = [file for file in temporary.rglob("*") if file.is_file()]
+            digests = {str(file.relative_to(temporary)): digest(file) for file in files}
+            (temporary / "manifest.json").write_text(json.dumps(digests, indent=2))
+            for file in [*files, temporary / "manifest.json"]:
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+            shutil.rmtree(path, ignore_errors=True)
+            os.rename(temporary, path)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        text = f"cannot save {path}: {first_line(error)}; earlier checkpoints are as they were"
+        raise Error(text) from None
+    gather(None)
+    if ranks()[0]:
+        return
+    say(f"saved {path}")
+    best = best_evaluated(read_log(run.output_dir, "metrics.jsonl"))
+    for old in checkpoints(run.output_dir)[run.config.keep_checkpoints :]:
+        if old.name != f"checkpoint-{best}":
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def digest(file):
+    """SHA-256 of a file, in hexadecimal digits."""
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def best_evaluated(rows):
+    """The step of the best evaluation in rows of metrics, or None."""
+    rewards = {
+        row["step"]: row["eval/reward"] for row in rows if row.get("eval/reward") is not None
+    }
+    return max(rewards, key=rewards.get, default=None)
+
+
+def checkpoints(output_dir):
+    """The checkpoint folders of a run, newest first."""
+    paths = [path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.name[11:]), reverse=True)
+
+
+def newest_checkpoint(output_dir):
+    """The newest checkpoint folder that is whole, or None. Says which ones are damaged."""
+    for path in checkpoints(output_dir):
+        try:
+            digests = json.loads((path / "manifest.json").read_text())
+            if all(digest(path / name) == value for name, value in digests.items()):
+                return path
+        except (OSError, ValueError):
+            pass
+        say(f"{path} is damaged and left aside")
+    return None
+
+
+def restore(run, optimizer, path):
+    """Weights, optimizer, random states and logs as they were when `path` was saved -> its step."""
+    state = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=True, mmap=True)
+    optimizer.load_state_dict(state["optimizer"])
+    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
+        rows = [row for row in read_log(run.output_dir, name) if row["step"] <= state["step"]]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (run.output_dir / name).write_text(text, encoding="utf-8")
+    if ranks()[0] == 0:  # other ranks draw anew
+        random_state(state["random"])
+    say(f"going on after step {state['step']}")
+    return state["step"]
+
+
+def read_log(output_dir, name):
+    """Rows of a log, without the half-written last one that a crash can leave."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError), open(output_dir / name, encoding="utf-8") as log:
+        for line in log:
+            rows.append(json.loads(line))
+    return rows
+
+
+def random_state(state=None):
+    """The states of all random generators; with `state`, sets them to it."""
+    if state:
+        torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        numpy.random.set_state(tuple(state["numpy"]))
+    name, numbers, *rest = numpy.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    python, numpy_state = random.getstate(), [name, numbers.tolist(), *rest]
+    return dict(torch=torch.get_rng_state(), cuda=cuda, python=python, numpy=numpy_state)
+
+
+def tracker(run):
+    """What is to be done with each row of metrics, and at the end, as --report-to says."""
+    name = run.config.report_to
+    if name == "tensorboard":
+        import_optional("tensorboard", "--report-to tensorboard")
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
+
+        def log(record):
+            for name, value in record.items():
+                if value is not None:
+                    writer.add_scalar(name, value, record["step"])
+
+        return log, writer.close
+    module = import_optional(name, f"--report-to {name}")
+    config = dataclasses.asdict(run.config)
+    module.init(project="grpo", name=run.output_dir.name, config=config)
+    return lambda record: module.log(record, step=record["step"]), module.finish
+
+
+def heed_signals(run):
+    """SIGINT and SIGTERM finish the step, save and exit; a second one ends the process at once."""
+    both = signal.SIGINT, signal.SIGTERM
+
+    def ask(number, frame):
+        [signal.signal(other, signal.SIG_DFL) for other in both]
+        run.stop = signal.Signals(number).name
+        tqdm.write(f"{run.stop}: finishing the step and saving; once more to stop at once")
+
+    [signal.signal(number, ask) for number in both]
+
+
+# -------------------------------------------------------------------------- reading of answers
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER_IN_TEXT = re.compile(
@@ -586,14 +1811,7 @@ def gold_answer(answer):
     return extract_answer(text) if "\\boxed" in text or "####" in text else text or None
 
 
-def accuracy_reward(prompts, completions, answer, **columns):
-    """1.0 where the completion's one extracted answer is the data's `answer`, else 0.0.
-
-    >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
-    [1.0, 0.0, 0.0]
-    """
-    pairs = zip(completions, answer, strict=True)
-    return [float(answers_match(extract_answer(text), gold_answer(gold))) for text, gold in pairs]
+# --------------------------------------------------------------------------------- more rewards
 
 
 def format_reward(prompts, completions, **columns):
@@ -611,1171 +1829,7 @@ def format_reward(prompts, completions, **columns):
     return scores
 
 
-def load_rewards(specs, device="cpu"):
-    """{name: (function, weight)} of `NAME[:ARGUMENT][=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
-    rewards = {}
-    for spec in specs:
-        target, weight = re.fullmatch(r"(.*?)(?:=([^=]*))?", spec, re.DOTALL).groups()
-        name, _, argument = target.partition(":")
-        try:
-            if ".py:" in target:
-                path, _, name = target.rpartition(":")
-                function = run_file(path)[name]
-            elif name in REWARDS and not argument:
-                function = REWARDS[name]
-            else:
-                function = REWARDS_WITH_ARGUMENT[name](argument, device)
-            rewards[name] = (function, 1.0 if weight is None else float(weight))
-        except (KeyError, ValueError, OSError) as error:
-            known = ", ".join([*REWARDS, *(f"{name}:…" for name in REWARDS_WITH_ARGUMENT)])
-            known += " or FILE.py:FUNCTION, with =WEIGHT if not 1"
-            raise Error(f"--reward {spec}: {first_line(error)}; it takes {known}") from None
-    if len(rewards) < len(specs) or not all(math.isfinite(w) for _, w in rewards.values()):
-        raise Error(f"--reward {' '.join(specs)}: a name twice, or a weight that is not finite")
-    return rewards
-
-
-def run_file(path):
-    """{name: value} of what a Python file defines."""
-    try:
-        return runpy.run_path(path)
-    except OSError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        raise Error(f"{path} failed: {error!r}") from None
-
-
-def score(rewards, **columns):
-    """Ask every reward function -> {name: N values}: a number, a list of numbers (one for each step
-    of the completion), or None (not its to judge).
-
-    columns: `prompts`, `completions`, `completion_ids` and the data's other columns, each a list of
-    N, which a function gets by name as it would from TRL. Raises `Error` for anything else.
-    """
-    scores, size = {}, len(columns["completions"])
-    for name, (function, _) in rewards.items():
-        try:
-            values = list(function(**columns))
-        except Exception as error:
-            traceback.print_exc()
-            raise Error(f"the reward {name} failed: {error!r}") from None
-        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
-        numbers = [v for value in values for v in (value if isinstance(value, list) else [value])]
-        good = all(n is None or isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
-        if len(values) != size or not good:
-            kinds = f"{size} finite numbers (or lists of numbers, one a step; or None: not judged)"
-            raise Error(f"the reward {name} returned {str(values)[:200]}, not {kinds}")
-        scores[name] = values
-    if all(value is None for values in scores.values() for value in values):
-        raise Error(f"no completion was judged by {', '.join(scores)}: all returned None")
-    return scores
-
-
-# --------------------------------------------------------------------------------------- advantages
-
-
-def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
-    """(r - mean of its group) / (std + eps): rewards (N,) -> (N,). DeepSeekMath 4.1.2.
-
-    std is the unbiased one, of the "group", of the whole "batch", or "none" at all (Dr. GRPO,
-    arXiv:2503.20783). Equal rewards give exactly 0. Raises ValueError unless G >= 2 divides N.
-    Needs `_float` where it is pasted.
-
-    >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
-    tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
-    """
-    if num_generations < 2 or len(rewards) % num_generations:
-        raise ValueError(f"{len(rewards)} rewards make no groups of {num_generations} (at least 2)")
-    groups = _float(rewards).view(-1, num_generations)  # (B, G)
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
-    # The float32 mean of equal numbers can be a bit off, and that bit over a std of 0 is not small.
-    centred = (groups - groups.mean(1, keepdim=True)).masked_fill(equal, 0)
-    scales = {"group": groups.std(1, keepdim=True) + eps, "batch": groups.std() + eps, "none": 1}
-    return (centred / scales[scale_rewards]).view(-1)
-
-
-def process_advantages(step_rewards, step_ends, num_generations, num_tokens, eps=1e-8):
-    """Process supervision (DeepSeekMath 4.1.3): the advantage of each token -> (N, num_tokens).
-
-    step_rewards, step_ends: N lists, a number for each step of a completion and the index of its
-    last token. The step rewards of a group are normalised together; a token's advantage is the sum
-    of those of the steps that end at or after it. Needs `group_advantages` and `_float`.
-
-    >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
-    tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
-            [ 0.0000,  0.0000,  0.8660,  0.0000]])
-    """
-    advantages = torch.zeros(len(step_rewards), num_tokens)
-    for start in range(0, len(step_rewards), num_generations):
-        group = range(start, start + num_generations)
-        rewards = torch.tensor([float(reward) for i in group for reward in step_rewards[i]])
-        if len(rewards) > 1:  # a single step is its own mean
-            normalised = iter(group_advantages(rewards, len(rewards), eps=eps))
-            for i in group:
-                for end in step_ends[i]:
-                    advantages[i, : end + 1] += next(normalised)
-    return advantages
-
-
-# ---------------------------------------------------------------------------------------- log-probs
-
-
-def _float(x: torch.Tensor) -> torch.Tensor:
-    """At least float32: exponentials and long sums lose too much in half precision."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def token_logprobs(
-    model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature=1.0, fast=True
-):
-    """log-prob of each completion token given all before it -> (N, C) float32, 0 where masked.
-
-    prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, completion_mask: (N, C), rows
-    b*G … b*G+G-1 continue prompt b. Logits are divided by `temperature`, as in sampling. `fast`
-    runs each prompt once and its completions on G copies of its key-value cache, through which
-    gradients flow, and never holds the (N, C, V) logits; else this is the model's plain forward.
-    `fast_path_holds` tells which. Needs `PromptCache`, `LogProbs` and `_float` where it is pasted.
-    """
-    num_generations, length = len(completion_ids) // len(prompt_ids), completion_ids.shape[1]
-    rows = torch.arange(len(completion_ids), device=prompt_ids.device) // num_generations
-    mask = torch.cat([prompt_mask[rows], torch.ones_like(completion_mask)], 1).long()  # (N, P + C)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # (N, P + C)
-    ids = completion_ids[completion_mask]  # (M,): padding costs nothing in the output layer
-
-    if not fast:
-        inputs = dict(attention_mask=mask, position_ids=positions, use_cache=False)
-        logits = model(torch.cat([prompt_ids[rows], completion_ids], 1), **inputs).logits
-        logits = logits[:, -length - 1 : -1][completion_mask]  # each predicts the next token
-        logp = (_float(logits) / temperature).log_softmax(1).gather(1, ids[:, None])[:, 0]
-    else:
-        cache, run = PromptCache(config=model.config), model.base_model
-        inputs = dict(attention_mask=prompt_mask.long(), past_key_values=cache, use_cache=True)
-        inputs["position_ids"] = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-        # A prompt's last hidden state predicts the first token of each of its completions.
-        hidden = run(prompt_ids, **inputs)[0][rows, -1:]  # (N, 1, H)
-        if length > 1:
-            inputs = dict(attention_mask=mask[:, :-1], position_ids=positions[:, -length:-1])
-            inputs |= dict(past_key_values=cache.repeat(num_generations), use_cache=True)
-            hidden = torch.cat([hidden, run(completion_ids[:, :-1], **inputs)[0]], 1)  # (N, C, H)
-        weight = model.get_output_embeddings().weight
-        logp = LogProbs.apply(hidden[completion_mask], weight, ids, temperature)
-    return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
-
-
-class PromptCache(DynamicCache):
-    """A key-value cache that a forward pass reads but never changes: what it adds goes to `after`.
-
-    So a layer that gradient checkpointing runs a second time sees what it saw the first time.
-    """
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        layer = copy.copy(self.layers[layer_idx])
-        self.after = {**getattr(self, "after", {}), layer_idx: layer}
-        return layer.update(keys, values, *args, **kwargs)
-
-    def repeat(self, num_generations):
-        """The cache after the pass, `num_generations` times for each prompt."""
-        repeated = PromptCache()
-        repeated.layers = [self.after[i] for i in range(len(self.layers))]
-        repeated.batch_repeat_interleave(num_generations)
-        return repeated
-
-
-class LogProbs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature) at `ids`: (M, H), (V, H), (M,) -> (M,).
-
-    Goes through the vocabulary a chunk at a time, so that the (M, V) logits never stand in memory
-    and each weight's gradient is one sum over all tokens. Backward computes the logits again, with
-    d logp / d logits = (onehot(id) - softmax(logits / temperature)) / temperature.
-    """
-
-    CHUNK = 2**22  # logits at once: 16 MiB in float32
-
-    @staticmethod
-    def chunks(hidden, weight, ids, temperature):
-        """(columns, logits (M, columns), rows whose id is among them, its column) of each chunk."""
-        size = max(1, LogProbs.CHUNK // max(1, len(ids)))
-        for start in range(0, len(weight), size):
-            logits = _float(hidden @ weight[start : start + size].t()).div_(temperature)
-            here = ((ids >= start) & (ids < start + size)).nonzero()[:, 0]
-            yield slice(start, start + size), logits, here, ids[here] - start
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature):
-        log_z, chosen = 2 * [_float(hidden.new_full((len(ids),), -math.inf))]
-        for _, logits, here, column in LogProbs.chunks(hidden, weight, ids, temperature):
-            log_z = torch.logaddexp(log_z, logits.logsumexp(1))
-            chosen = chosen.index_put((here,), logits[here, column])
-        ctx.save_for_backward(hidden, weight, ids, log_z)
-        ctx.temperature = temperature
-        return chosen - log_z
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, ids, log_z = ctx.saved_tensors
-        grad = grad / ctx.temperature
-        grad_hidden = torch.zeros_like(hidden, dtype=grad.dtype)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for columns, logits, here, column in LogProbs.chunks(hidden, weight, ids, ctx.temperature):
-            grad_logits = logits.sub_(log_z[:, None]).exp_().mul_(-grad[:, None])
-            grad_logits[here, column] += grad[here]
-            grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden += grad_logits @ weight[columns]
-            if grad_weight is not None:
-                grad_weight[columns] = grad_logits.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None
-
-
-def fast_path_holds(model):
-    """Whether `token_logprobs` gives with `fast` what it gives without, in values and gradients.
-
-    Wrong log-probs are never an option, so every model is asked, on a few tokens: not all logits
-    are head(hidden) (Gemma 2 caps them, Cohere scales them), not every layer bears a shared cache.
-    """
-    vocabulary = min(1000, model.config.get_text_config().vocab_size)
-    ids = torch.randint(vocabulary, (6, 5), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(model.device)
-    batch = [ids[:2], torch.ones_like(ids[:2]).bool(), ids[2:], torch.ones_like(ids[2:]).bool()]
-    batch[1][0, :2] = False
-    head, results, products = model.get_output_embeddings(), [], []
-    try:
-        for fast in (False, True):
-            logp = token_logprobs(model, *batch, fast=fast)
-            gradient = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
-            results.append((logp, *gradient))
-        # On inputs so large that a cap shows even in a model whose logits are small.
-        hooks = [head.register_forward_pre_hook(lambda module, inputs: (1000 * inputs[0],))]
-        hooks += [head.register_forward_hook(lambda module, inputs, out: products.append(out))]
-        with torch.no_grad():
-            logits = model(ids).logits
-        [hook.remove() for hook in hooks]
-    except Exception:  # whatever a model raises that has no such cache or no such head
-        return False
-    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    same = [(f - p).norm() <= tolerance * p.norm() for p, f in zip(*results, strict=True)]
-    capped = not torch.equal(logits.float(), products[0].float())
-    return all(same) and not capped and getattr(head, "bias", 0) is None
-
-
-# --------------------------------------------------------------------------------------------- loss
-
-
-def masked_mean(x, mask, dim=None):
-    """Mean of x where mask is true, over all of it or along `dim`, which is kept; 0 where none."""
-    dims = {} if dim is None else dict(dim=dim, keepdim=True)
-    return (x * mask).sum(**dims) / mask.sum(**dims).clamp(min=1)
-
-
-def kl_k3(logp, ref_logp):
-    """exp(d) - d - 1 with d = ref_logp - logp, never negative, unbiased for KL(policy, reference).
-
-    (N, C) -> (N, C) in nats: DeepSeekMath eq. 4, Schulman's k3 (joschu.net/blog/kl-approx.html).
-    Needs `_float` where it is pasted.
-
-    >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
-    tensor([0.0508])
-    """
-    d = _float(ref_logp) - _float(logp)
-    return torch.expm1(d) - d
-
-
-def importance_ratio(logp, old_logp, mask, importance_sampling_level="token"):
-    """New over old probability of each token, (N, C). `old_logp` None: the policy has not moved.
-
-    "sequence" gives all tokens of a completion one ratio, exp of the mean of logp - old_logp over
-    its tokens (GSPO, arXiv:2507.18071, eq. 7).
-    """
-    log_ratio = _float(logp) - _float(logp.detach() if old_logp is None else old_logp)
-    if importance_sampling_level == "sequence":
-        log_ratio = masked_mean(log_ratio, mask, dim=1).expand_as(logp)
-    elif importance_sampling_level != "token":
-        raise ValueError(f"importance_sampling_level {importance_sampling_level!r} is unknown")
-    return log_ratio.exp()
-
-
-def clipped_surrogate(
-    logp, old_logp, advantages, epsilon=0.2, epsilon_high=None, mask=None,
-    importance_sampling_level="token",
-):  # fmt: skip
-    """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), (N, C): what is to be maximised.
-
-    logp, old_logp: (N, C); advantages: (N,) or (N, C); `mask` matters to the "sequence" ratio
-    alone. PPO (arXiv:1707.06347) eq. 7 as in DeepSeekMath eq. 3; `epsilon_high` is DAPO's
-    clip-higher (arXiv:2503.14476). Needs `importance_ratio`, `masked_mean` and `_float`.
-
-    >>> logp, old_logp = torch.tensor([[0.7], [0.7]]).log(), torch.tensor([[0.5], [0.5]]).log()
-    >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
-    tensor([ 1.1225, -1.3096])
-    """
-    mask = torch.ones_like(logp) if mask is None else mask
-    ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
-    advantages = advantages.reshape(len(logp), -1)  # (N, 1) or (N, C)
-    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
-    return torch.minimum(ratio * advantages, clipped * advantages)
-
-
-def grpo_loss(
-    logp, old_logp, ref_logp, advantages, mask, *, epsilon=0.2, epsilon_high=None, beta=0.04,
-    loss_type="grpo", importance_sampling_level="token", max_completion_length=None,
-    num_sequences=None, num_tokens=None,
-):  # fmt: skip
-    """(scalar to minimise, metrics): DeepSeekMath eq. 3. Metrics are detached means over tokens.
-
-    logp, old_logp, ref_logp: (N, C) in nats, mask: (N, C) bool, advantages: (N,) or (N, C).
-    `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None: no KL term. What
-    stands under the mask reaches neither loss nor gradient. -surrogate + beta k3 of each token is
-    averaged by `loss_type`:
-        grpo     mean over sequences of the mean over their tokens
-        dapo     sum over tokens / num_tokens
-        dr_grpo  sum over tokens / (num_sequences * max_completion_length, if None: C)
-    `num_sequences` and `num_tokens` are totals of the optimizer batch (None: this call is all of
-    it), so that the losses of its micro-batches add up to its loss. Raises ValueError for an
-    unknown type. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3`, `masked_mean`, `_float`.
-    """
-    mask = mask.bool()
-    logps = (x if x is None else x.masked_fill(~mask, 0) for x in (logp, old_logp, ref_logp))
-    logp, old_logp, ref_logp = logps
-    high, level = epsilon if epsilon_high is None else epsilon_high, importance_sampling_level
-    surrogate = clipped_surrogate(logp, old_logp, advantages, epsilon, high, mask, level)
-    kl = torch.zeros_like(surrogate) if ref_logp is None else kl_k3(logp, ref_logp)
-    token_loss = (beta * kl - surrogate).masked_fill(~mask, 0)  # (N, C)
-
-    num_sequences = len(mask) if num_sequences is None else num_sequences
-    num_tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
-    if loss_type == "grpo":
-        loss = masked_mean(token_loss, mask, dim=1).sum() / num_sequences
-    elif loss_type == "dapo":
-        loss = token_loss.sum() / num_tokens
-    elif loss_type == "dr_grpo":
-        loss = token_loss.sum() / (num_sequences * (max_completion_length or mask.shape[1]))
-    else:
-        raise ValueError(f"loss_type {loss_type!r} is unknown")
-
-    with torch.no_grad():
-        ratio = importance_ratio(logp, old_logp, mask, level)
-        up, down = (sign * advantages.reshape(len(logp), -1) > 0 for sign in (1, -1))
-        clipped = (ratio > 1 + high) & up | (ratio < 1 - epsilon) & down
-        metrics = dict(kl=kl.detach(), ratio_mean=ratio, clip_fraction=clipped.float())
-        return loss, {name: masked_mean(value, mask) for name, value in metrics.items()}
-
-
-# ------------------------------------------------------------------------------------------- update
-
-
-class MasterAdamW:
-    """AdamW on float32 master weights, whatever dtype the model computes in.
-
-    bfloat16 keeps 8 bits of a weight, so that it does not notice a change of less than 1/512: at a
-    learning rate of 1e-6 nearly all updates would vanish. A float32 weight is its own master; a
-    bfloat16 one is the upper half of its master, rounded, and the lower 16 bits stand in
-    `remainders`. A parameter thus costs 2 + 2 bytes, its moments 8 and its gradient 2 or 4.
-    """
-
-    SLICE = 2**20  # weights updated at once: they fit in a cache, and no tensor is copied whole
-
-    def __init__(self, model, weight_decay=0.0):
-        self.params = [param for param in model.parameters() if param.requires_grad]
-        zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
-        halves = [param for param in self.params if param.dtype == torch.bfloat16]
-        self.remainders = {param: zeros(param, dtype=torch.int16) for param in halves}
-        self.moments = [[zeros(p, dtype=torch.float32) for _ in range(2)] for p in self.params]
-        self.sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
-        self.num_steps, self.sums = 0, {}
-        self.options = dict(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
-        self.options |= dict(amsgrad=False, maximize=False, fused=True)
-
-    @contextlib.contextmanager
-    def float32_sums(self):
-        """Backward passes in here add up in float32: bfloat16 would lose the small gradients."""
-
-        def add(param):
-            total = self.sums.get(param)
-            self.sums[param] = param.grad.float() if total is None else total.add_(param.grad)
-            param.grad = None
-
-        hooks = [param.register_post_accumulate_grad_hook(add) for param in self.remainders]
-        try:
-            yield
-        finally:
-            [hook.remove() for hook in hooks]
-
-    @torch.no_grad()
-    def step(self, learning_rate, max_grad_norm=math.inf):
-        """Clip the gradient to `max_grad_norm`, update, drop the gradient -> its norm before.
-
-        If it is not finite, as after a loss that is not, raises `Error` and moves no weight.
-        """
-        [module.reshard() for module in self.sharded]
-        gradients = [self.sums.pop(param, param.grad) for param in self.params]
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
-        norm = whole(norm).item()
-        if not math.isfinite(norm):
-            raise Error(f"the gradient's norm is {norm}; the weights are as they were before")
-        scale = min(1.0, max_grad_norm / (norm + 1e-6))
-        for param, moments in zip(self.params, self.moments, strict=True):
-            gradient, param.grad = gradients.pop(0), None
-            if gradient is not None:
-                tensors = [param, gradient, *moments]
-                tensors += [self.remainders[param]] if param in self.remainders else []
-                slices = [local(tensor).view(-1).split(self.SLICE) for tensor in tensors]
-                for parts in zip(*slices, strict=True):
-                    self.step_slice(learning_rate, scale, *parts)
-        self.num_steps += 1
-        return norm
-
-    def step_slice(self, learning_rate, scale, weights, gradient, first, second, remainder=None):
-        """The step of a few weights: torch's own AdamW, on their float32 masters."""
-        master = weights if remainder is None else join_halves(weights, remainder)
-        count = torch.tensor(float(self.num_steps), device=master.device)
-        state = [master], [gradient.float() * scale], [first], [second], [], [count]
-        adamw(*state, lr=learning_rate, **self.options)
-        if remainder is not None:
-            split_halves(master, weights, remainder)
-
-    def state_dict(self):
-        """Everything that a step depends on, whole and on the CPU, from all ranks."""
-        rows = [(p.data, self.remainders.get(p), *m) for p, m in zip(self.params, self.moments)]
-        tensors = [[None if x is None else whole(x).cpu() for x in row] for row in rows]
-        return dict(tensors=tensors, num_steps=self.num_steps)
-
-    @torch.no_grad()
-    def load_state_dict(self, state):
-        """What `state_dict` gave, on any number of ranks."""
-        for param, moments, saved in zip(self.params, self.moments, state["tensors"], strict=True):
-            weights, remainder, *saved_moments = saved
-            master = weights if remainder is None else join_halves(weights, remainder)
-            if param in self.remainders:
-                split_halves(master.to(param.device), param, self.remainders[param])
-            else:
-                param.copy_(share(master, param))
-            [moment.copy_(share(x, moment)) for moment, x in zip(moments, saved_moments)]
-        self.num_steps = state["num_steps"]
-
-
-def join_halves(weights, remainder):
-    """The float32 numbers of which bfloat16 `weights` are the upper and int16 `remainder` the lower
-    16 bits."""
-    return ((weights.view(torch.int16).int() << 16) + remainder).view(torch.float32)
-
-
-def split_halves(master, weights, remainder):
-    """Write float32 `master` into its halves: `weights`, the nearest bfloat16, and what is left."""
-    bits = master.view(torch.int32)
-    remainder.copy_(bits.to(torch.int16))  # the lower 16 bits, as a number with a sign
-    weights.view(torch.int16).copy_((bits - remainder) >> 16)
-
-
-def cut_micro_batches(prompt_lengths, completion_lengths, num_generations, max_tokens):
-    """Cut B groups into micro-batches of at most `max_tokens` padded tokens.
-
-    prompt_lengths: (B,), completion_lengths: (N,) -> [(prompts, rows), …]. Each prompt of
-    a micro-batch stands before equally many rows: its whole group or, where that would be too long,
-    an equal part of it. Sorted by length, so that little is padding. One completion alone may
-    exceed the budget.
-    """
-    prompt, completion = prompt_lengths.max(), completion_lengths.max()
-    sizes = [size for size in range(1, num_generations + 1) if num_generations % size == 0]
-    size = max([s for s in sizes if prompt + s * completion <= max_tokens], default=1)
-    groups = completion_lengths.view(-1, num_generations)
-    order = groups.argsort(dim=1, descending=True, stable=True)
-    rows = order + torch.arange(0, len(completion_lengths), num_generations)[:, None]  # (B, G)
-    parts = rows.view(-1, size)  # each of one group, its longest completion first
-    parts = parts[completion_lengths[parts[:, 0]].argsort(descending=True, stable=True)]
-    micro_batches, batch = [], parts[:0]
-    for part in parts:
-        longer = torch.cat([batch, part[None]])
-        prompt = prompt_lengths[longer[:, 0] // num_generations].max()
-        if len(longer) * (prompt + size * completion_lengths[longer[0, 0]]) > max_tokens:
-            micro_batches, longer = [*micro_batches, batch], part[None]
-        batch = longer
-    batches = [batch for batch in [*micro_batches, batch] if len(batch)]
-    return [(batch[:, 0] // num_generations, batch.flatten()) for batch in batches]
-
-
-def crop(prompt_ids, prompt_mask, completion_ids, mask):
-    """The same four without the columns that are padding in every row."""
-    left, right = prompt_mask.any(0), mask.any(0)
-    right[0] = True
-    return prompt_ids[:, left], prompt_mask[:, left], completion_ids[:, right], mask[:, right]
-
-
-def update(policy, reference, optimizer, config, learning_rate, batch, advantages, fast):
-    """num_iterations (mu) AdamW steps on one rollout -> metrics, means over its tokens and steps.
-
-    batch: prompt_ids and prompt_mask (B, P), completion_ids and mask (N, C); advantages: (N,) or
-    (N, C). reference: a function of such a batch that gives its log-probs (N, C); None: no KL term.
-    The old log-probs of all later steps are those of the first, before any weight moved; with one
-    step they are the new ones themselves.
-    """
-    prompt_ids, prompt_mask, completion_ids, mask = batch
-    advantages, size = advantages.reshape(len(mask), -1), config.num_generations
-    advantages = advantages.expand(mask.shape)  # (N, C)
-    # Ranks average their gradients, so that totals of the whole batch are means over ranks.
-    num_tokens = torch.tensor(gather(mask.sum().item())).float().mean()
-    options = dict(num_sequences=len(mask), num_tokens=num_tokens, beta=config.beta)
-    options |= dict(epsilon=config.epsilon, epsilon_high=config.epsilon_high)
-    options |= dict(loss_type=config.loss_type, max_completion_length=config.max_completion_length)
-    options |= dict(importance_sampling_level=config.importance_sampling_level)
-    if reference is None:  # then a group without advantages has no gradient at all
-        live = advantages.reshape(len(prompt_ids), -1).any(1)  # (B,)
-        live[0] |= not live.any()
-        rows = live.repeat_interleave(size)  # (N,)
-        prompt_ids, prompt_mask = prompt_ids[live], prompt_mask[live]
-        completion_ids, mask, advantages = completion_ids[rows], mask[rows], advantages[rows]
-    lengths = prompt_mask.sum(1).cpu(), mask.sum(1).cpu()
-    micro_batches = cut_micro_batches(*lengths, size, config.micro_batch_tokens)
-    several = len(micro_batches) > 1
-
-    logprobs = entry(policy)
-    old_logps, ref_logps, totals = {}, {}, {}
-    for iteration in range(config.num_iterations):
-        with optimizer.float32_sums() if several else contextlib.nullcontext():
-            for i, (prompts, rows) in enumerate(micro_batches):
-                inputs = prompt_ids[prompts], prompt_mask[prompts], completion_ids[rows], mask[rows]
-                inputs = crop(*inputs)
-                if iteration == 0 and reference is not None:
-                    ref_logps[i] = reference(*inputs)
-                logp = logprobs(*inputs, config.temperature, fast)
-                if iteration == 0 and config.num_iterations > 1:
-                    old_logps[i] = logp.detach()
-                terms = logp, old_logps.get(i), ref_logps.get(i), advantages[rows, : logp.shape[1]]
-                loss, metrics = grpo_loss(*terms, inputs[-1], **options)
-                loss.backward()
-                weight = inputs[-1].sum() / num_tokens.clamp(min=1)
-                values = {name: weight * value for name, value in metrics.items()}
-                for name, value in dict(values, loss=loss.detach()).items():
-                    totals[name] = totals.get(name, 0) + value / config.num_iterations
-        exchange_gradients(policy)
-        totals["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
-    return {name: float(value) for name, value in totals.items()}
-
-
-# ----------------------------------------------------------------------------------------- training
-
-
-@dataclass
-class Run:
-    """What a run is made of."""
-
-    config: Config
-    device: torch.device
-    rewards: dict  # {name: (function, weight)}
-    policy: torch.nn.Module
-    tokenizer: transformers.PreTrainedTokenizerBase
-    eos_token_ids: list[int]
-    fast: bool  # whether `token_logprobs` may share prompts
-    lora: torch.nn.Module | None = None  # peft's wrapper of the policy
-    train_rows: list[dict] = dataclasses.field(default_factory=list)
-    eval_rows: list[dict] = dataclasses.field(default_factory=list)
-    output_dir: Path | None = None
-    track: Callable = lambda record: None  # what --report-to wants done with each row of metrics
-    stop: str = ""  # the signal that asked for an end
-    resumed: Path | None = None  # the checkpoint to go on from
-
-    def log(self, name, *records):
-        """Append records to a JSONL file of the run's folder."""
-        if ranks()[0] == 0:
-            with open(self.output_dir / name, "a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
-            [self.track(row) for row in records if name == "metrics.jsonl"]
-
-
-def train(config):
-    """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
-    run = set_up(config)
-    optimizer, reference, done = prepare(run)
-    heed_signals(run)
-    (rank, world_size), group = ranks(), config.num_generations
-    if config.eval_every and not done:
-        evaluate(run, 0)
-    bar = tqdm(total=config.max_steps, desc="training", initial=done, disable=rank > 0)
-    for step in range(done + 1, config.max_steps + 1):
-        start = time.perf_counter()
-        # 1. take B prompts
-        rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
-        rows = rows[rank::world_size]
-        # 2. sample G completions of each from the current policy
-        *prompts, completion_ids, mask = rollout(run, rows, group, config.temperature)
-        # 3. score them
-        texts, scores, rewards, steps = judge(run, rows, completion_ids, mask)
-        # 4. normalise the scores within each group
-        everyone = torch.cat(gather(fill_unjudged(rewards, group)))  # for the batch's std
-        advantages = group_advantages(everyone, group, config.scale_rewards)
-        advantages = advantages.chunk(world_size)[rank]
-        if steps:
-            advantages = process_advantages(*steps, group, mask.shape[1])
-        # 5. ascend the clipped surrogate, held to the reference
-        middle = time.perf_counter()
-        eos = torch.tensor(run.eos_token_ids, device=run.device)
-        finished = (torch.isin(completion_ids, eos) & mask).any(1, keepdim=True)  # (N, 1)
-        batch = *prompts, completion_ids, mask & finished if config.mask_truncated else mask
-        rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-        common = run.policy, reference, optimizer, config, rate
-        metrics = update(*common, batch, advantages.to(run.device), run.fast)
-        # 6. log, look, evaluate, save
-        end = time.perf_counter()
-        seconds = dict(rollout_seconds=middle - start, update_seconds=end - middle)
-        record = dict(step=step, **rollout_metrics(mask, finished, scores, rewards, group))
-        record |= dict(metrics, learning_rate=rate, **seconds, step_seconds=end - start)
-        record = mean_over_ranks(record | dict(peak_memory_gb=peak_memory_gb()))
-        run.log("metrics.jsonl", record)
-        shown = dict(reward="reward", kl="kl", length="completion_length")
-        bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
-        bar.update()
-        last, run.stop = step == config.max_steps, max(gather(run.stop))
-        if config.samples_every and (step % config.samples_every == 0 or step == 1):
-            show_samples(run, step, rows, texts, scores, rewards, advantages)
-        if config.eval_every and (step % config.eval_every == 0 or last):
-            evaluate(run, step)
-        if last or run.stop or config.save_every and step % config.save_every == 0:
-            save_checkpoint(run, optimizer, step)
-        if run.stop and not last:
-            raise Error(f"{run.stop} after step {step}; go on with --resume {run.output_dir}")
-    bar.close()
-    return conclude(run) if rank == 0 else {}
-
-
-def set_up(config):
-    """The `Run` that a config asks for. Raises `Error` for whatever the config gets wrong."""
-    device = join_ranks()
-    rank, world_size = ranks()
-    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-        seed(config.seed + rank)
-    alone = config.lora_rank or config.continuous_batching
-    if config.prompts_per_step % world_size or world_size > 1 and alone:
-        single = "--lora-rank and --continuous-batching are for one"
-        raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple; {single}")
-    rewards = load_rewards(config.reward, device)
-    train_rows, eval_rows = load_data(config, needs_answer="accuracy" in rewards)
-    resumed = newest_checkpoint(Path(config.resume)) if config.resume else None
-    reference = Path(config.resume or "") / "reference"
-    start = str(reference) if resumed and reference.exists() else config.model
-    dtype = "float32" if world_size > 1 else config.dtype  # FSDP's shards are the masters
-    loaded = load_model(dataclasses.replace(config, model=start, dtype=dtype), device)
-    run = Run(config, device, rewards, *loaded, fast_path_holds(loaded[0]), resumed=resumed)
-    run.train_rows, run.eval_rows = encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
-    if len(run.train_rows) < config.prompts_per_step:
-        few = f"{len(run.train_rows)} prompts are fewer than --prompts-per-step"
-        raise Error(f"{few} {config.prompts_per_step}")
-    longest = max(len(row["ids"]) for row in run.train_rows + run.eval_rows)
-    positions = getattr(run.policy.config.get_text_config(), "max_position_embeddings", None)
-    if longest + config.max_completion_length > (positions or math.inf):
-        need = f"a prompt of {longest} and --max-completion-length {config.max_completion_length}"
-        raise Error(f"{need} exceed the {positions} positions of {config.model}")
-    name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run.output_dir = Path(gather(config.output_dir or f"runs/{name}")[0])
-    if rank == 0:
-        try:
-            run.output_dir.mkdir(parents=True, exist_ok=True)
-            if (run.output_dir / "config.json").exists() and not config.resume:
-                raise Error(f"--output-dir {run.output_dir} holds a run: name another or --resume")
-            options = dataclasses.asdict(config) | dict(resume=None)
-            (run.output_dir / "config.json").write_text(json.dumps(options, indent=2))
-        except OSError as error:
-            raise Error(f"cannot write to --output-dir {run.output_dir}: {error}") from None
-        run.track = tracker(run)
-    size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
-    say(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
-    if not run.fast:
-        say(f"note: {type(run.policy).__name__} needs the plain path, slower, with more memory")
-    say(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
-    return run
-
-
-def prepare(run):
-    """The supervised steps, the adapters, the optimizer, the reference, and what an interrupted run
-    left -> (optimizer, reference, number of steps done)."""
-    config, path = run.config, run.resumed
-    if config.gradient_checkpointing:
-        checkpoint_layers(run.policy)
-    if config.lora_rank:
-        add_lora(run)
-    if ranks()[1] > 1:
-        shard(run.policy, compute_dtype(config, run.device))
-    if config.sft_steps and not path:
-        sft(run)
-        if run.lora:  # GRPO starts from the model with what these adapters learnt
-            run.policy = run.lora.merge_and_unload()
-            add_lora(run)
-    if not path and config.max_steps and (config.beta or run.lora):
-        save_model(run, run.output_dir / "reference")
-    optimizer = MasterAdamW(run.policy, config.weight_decay)
-    reference = freeze_reference(run) if config.beta else None
-    if path:
-        return optimizer, reference, restore(run, optimizer, path)
-    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
-        (run.output_dir / name).write_text("")  # of a run that left no checkpoint
-    return optimizer, reference, 0
-
-
-def freeze_reference(run):
-    """The policy as it stands, as a function: a batch -> its log-probs (N, C)."""
-    if run.lora:
-        model = run.policy
-    elif ranks()[1] > 1:  # a copy for each rank, of what the first one saved
-        saved = dataclasses.replace(run.config, model=str(run.output_dir / "reference"))
-        model = load_model(saved, run.device)[0].requires_grad_(False)
-    else:
-        model = copy.deepcopy(run.policy).requires_grad_(False)
-
-    @torch.no_grad()
-    def reference(*batch):
-        with run.lora.disable_adapter() if run.lora else contextlib.nullcontext():
-            return token_logprobs(model, *batch, run.config.temperature, run.fast)
-
-    return reference
-
-
-def sft(run):
-    """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS."""
-    config, optimizer, rows = run.config, MasterAdamW(run.policy), []
-    for row in run.train_rows:
-        text = row.get("solution") or row["answer"]
-        ids = run.tokenizer(str(text), add_special_tokens=False)["input_ids"]
-        ids += run.eos_token_ids[:1]
-        if text is not None and len(ids) <= config.max_completion_length:
-            rows.append({**row, "solution_ids": ids})
-    if len(rows) < len(run.train_rows):
-        left_out = f"{len(run.train_rows) - len(rows)} of {len(run.train_rows)} solutions"
-        say(f"left out {left_out}: none, or over {config.max_completion_length} tokens")
-    if not rows:
-        raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
-    (rank, world_size), size = ranks(), config.prompts_per_step * config.num_generations
-    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
-    for step in bar:
-        mine = prompt_batch(rows, step, size, config.seed)[rank::world_size]
-        prompts = pad([row["ids"] for row in mine], 0, "left", run.device)
-        batch = *prompts, *pad([row["solution_ids"] for row in mine], 0, "right", run.device)
-        lengths = (mask.sum(1).cpu() for mask in batch[1::2])
-        num_tokens = sum(gather(batch[3].sum().item())) / world_size  # ranks average gradients
-        total = 0.0
-        with optimizer.float32_sums():
-            for i, _ in cut_micro_batches(*lengths, 1, config.micro_batch_tokens):
-                inputs = crop(*(x[i] for x in batch))
-                loss = -entry(run.policy)(*inputs, fast=run.fast).sum() / num_tokens
-                loss.backward()
-                total += loss.item()
-        exchange_gradients(run.policy)
-        optimizer.step(config.sft_learning_rate, config.max_grad_norm)
-        bar.set_postfix(loss=f"{total:.3f}")
-
-
-def rollout(run, rows, num_generations, temperature):
-    """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask (N, C)."""
-    config, pad_token_id = run.config, run.tokenizer.pad_token_id
-    prompts = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
-    sampler = generate_continuously if config.continuous_batching else generate
-    completion_ids = sampler(
-        run.policy, *prompts, num_generations, config.max_completion_length, run.eos_token_ids,
-        pad_token_id, temperature, config.top_p, config.top_k,
-    )  # fmt: skip
-    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
-
-
-def judge(run, rows, completion_ids, mask):
-    """What the completions of rows (B,) are worth: texts, {name: scores (N,)}, rewards (N,), steps.
-
-    NaN stands for not judged. `steps`, of `process_advantages`, is None unless a reward
-    function gave a list, one number a step; then a single number belongs to the last step.
-    """
-    rows = [row for row in rows for _ in range(len(mask) // len(rows))]
-    ids = [i[m].tolist() for i, m in zip(completion_ids.cpu(), mask.cpu(), strict=True)]
-    spoken = [i[:-1] if i[-1] in run.eos_token_ids else i for i in ids]
-    texts = run.tokenizer.batch_decode(spoken, skip_special_tokens=True)
-    separator = run.config.step_separator
-    steps = [[step for step in text.split(separator) if step.strip()] for text in texts]
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "ids"))
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    columns |= dict(prompts=columns.pop("text"), completions=texts, completion_ids=ids, steps=steps)
-    values = score(run.rewards, **columns)
-
-    def number(value):
-        mean = sum(value) / max(1, len(value)) if isinstance(value, list) else value
-        return math.nan if mean is None else mean
-
-    scores = {name: torch.tensor([*map(number, values[name])]).float() for name in values}
-    rewards = sum(weight * scores[name].nan_to_num() for name, (_, weight) in run.rewards.items())
-    unjudged = torch.stack([*scores.values()]).isnan().all(0)
-    rewards = rewards.masked_fill(unjudged, math.nan)
-    if not any(isinstance(value, list) for column in values.values() for value in column):
-        return texts, scores, rewards, None
-
-    ends = [step_ends(run.tokenizer, row_ids, separator) for row_ids in ids]
-    step_rewards = [[0.0] * len(row_ends) for row_ends in ends]
-    for name, (_, weight) in run.rewards.items():
-        for i, value in enumerate(values[name]):
-            if not isinstance(value, list):
-                value = [0.0] * (len(ends[i]) - 1) + [value or 0.0]
-            if len(value) not in (len(ends[i]), len(steps[i])):
-                counts = f"{len(value)} numbers for {len(ends[i])} steps"
-                raise Error(f"the reward {name} returned {counts}: {texts[i]!r:.200}")
-            for j, step in enumerate(value):
-                step_rewards[i][j] += weight * step
-    return texts, scores, rewards, (step_rewards, ends)
-
-
-def step_ends(tokenizer, ids, separator="\n"):
-    """Index of each step's last token in a completion's sampled ids. Steps are its non-blank parts.
-
-    The last step runs through the last token, be it EOS or where the completion was cut off.
-    """
-    ends, pieces = [], tokenizer.batch_decode([[token] for token in ids])
-    for i in [i for i, piece in enumerate(pieces) if separator[-1] in piece] + [len(ids) - 1]:
-        parts = tokenizer.decode(ids[: i + 1], skip_special_tokens=True).split(separator)
-        done = sum(part.strip() != "" for part in parts[: None if i == len(ids) - 1 else -1])
-        ends += [i] * (done - len(ends))
-    return ends[:-1] + [len(ids) - 1]
-
-
-def fill_unjudged(rewards, num_generations):
-    """NaN -> the mean of its group (0 if all are NaN), which is no advantage: (N,) -> (N,)."""
-    groups = rewards.view(-1, num_generations)
-    return groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True)).nan_to_num(0).view(-1)
-
-
-def pass_at_k(num_samples, num_right, k):
-    """Unbiased estimate of the chance that one of k samples is right (arXiv:2107.03374, eq. 1).
-
-    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
-    (0.25, 0.5, 1.0)
-    """
-    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
-
-
-def evaluate(run, step):
-    """Means over the held-out rows, logged: reward and scores of greedy completions and, with the
-    accuracy reward, pass@1, 2, 4, … of sampled ones. Leaves the random state as it was."""
-    config, parts, right, count = run.config, [], [], run.config.eval_samples
-    if not run.eval_rows:  # fewer than ten rows of data leave none to hold out
-        return
-    size = max(1, config.prompts_per_step * config.num_generations // max(1, count))
-    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-        torch.manual_seed(config.seed + ranks()[0])
-        mine = run.eval_rows[ranks()[0] :: ranks()[1]] or run.eval_rows[:1]
-        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-        for rows in tqdm(batches, "evaluating", leave=False, disable=ranks()[0] > 0):
-            _, scores, rewards, _ = judge(run, rows, *rollout(run, rows, 1, temperature=0)[2:])
-            parts.append(dict(reward=rewards, **{f"rewards/{n}": v for n, v in scores.items()}))
-            if count and "accuracy" in run.rewards:
-                samples = rollout(run, rows, count, config.temperature)
-                scores = judge(run, rows, *samples[2:])[1]["accuracy"]
-                right += scores.view(len(rows), -1).sum(1).int().tolist()
-    parts, right = sum(gather(parts), []), sum(gather(right), [])
-    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    means = {f"eval/{name}": number_or_none(values.nanmean()) for name, values in columns.items()}
-    for k in (2**i for i in range(count.bit_length()) if right):
-        means[f"eval/pass@{k}"] = sum(pass_at_k(count, n, k) for n in right) / len(right)
-    run.log("metrics.jsonl", dict(step=step, **means))
-
-
-def rollout_metrics(mask, finished, scores, rewards, num_generations):
-    """What a row of metrics tells of the completions and their scores."""
-    groups = fill_unjudged(rewards, num_generations).view(-1, num_generations)
-    return dict(
-        reward=rewards.nanmean().item(), reward_std=groups.std(1).mean().item(),
-        **{f"rewards/{name}": number_or_none(v.nanmean()) for name, v in scores.items()},
-        **{f"unjudged/{n}": int(v.isnan().sum()) for n, v in scores.items() if v.isnan().any()},
-        completion_length=mask.sum(1).float().mean().item(), num_tokens=int(mask.sum()),
-        truncated_fraction=1 - finished.float().mean().item(),
-        zero_std_fraction=(groups.amax(1) == groups.amin(1)).float().mean().item(),
-    )  # fmt: skip
-
-
-def mean_over_ranks(record):
-    """Metrics of all ranks: means, but the sum of tokens and the largest memory."""
-    records, mean = gather(record), {}
-    for name in dict.fromkeys(name for record in records for name in record):
-        values = [record[name] for record in records if record.get(name) is not None]
-        mean[name] = sum(values) / len(values) if values else None
-    tokens, peaks = ([record[k] for record in records] for k in ("num_tokens", "peak_memory_gb"))
-    return mean | dict(step=record["step"], num_tokens=sum(tokens), peak_memory_gb=max(peaks))
-
-
-def peak_memory_gb():
-    """The most memory in use so far, in GiB: of the GPU's allocator, else resident on the host."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource  # not on Windows
-
-    unit = 2**30 if sys.platform == "darwin" else 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def show_samples(run, step, rows, texts, scores, rewards, advantages, count=3):
-    """Print the first completions of as many prompts; all go to samples.jsonl."""
-    group, records = run.config.num_generations, []
-    for i, text in enumerate(texts):
-        record = dict(step=step, prompt=rows[i // group]["text"], completion=text)
-        record |= {f"rewards/{name}": number_or_none(column[i]) for name, column in scores.items()}
-        record |= dict(reward=number_or_none(rewards[i]), advantage=advantages[i].tolist())
-        records.append(record)
-    for i in range(0, len(texts), group)[:count]:
-        prompt, completion = records[i]["prompt"][-80:], texts[i][:300]
-        say(f"step {step}  reward {rewards[i]:g}  {prompt!r} -> {completion!r}")
-    run.log("samples.jsonl", *records)
-
-
-def number_or_none(value):
-    """NaN is no JSON."""
-    return None if value.isnan() else value.item()
-
-
-def conclude(run):
-    """Say what happened, in two lines -> the last row of evaluation."""
-    rows = read_log(run.output_dir, "metrics.jsonl")
-    evaluations = [row for row in rows if row.get("eval/reward") is not None]
-    history = [row["reward"] for row in rows if "reward" in row]
-    if evaluations:
-        ends = evaluations[0], evaluations[-1]
-        before, after = (f"{100 * row['eval/reward']:.0f} %" for row in ends)
-        held_out, best = f"{len(run.eval_rows)} held-out prompts", best_evaluated(rows)
-        print(f"greedy reward on {held_out}: {before} before, {after} after, best at step {best}")
-    if history:
-        width = math.ceil(len(history) / 60)
-        parts = [history[i : i + width] for i in range(0, len(history), width)]
-        means = [sum(part) / len(part) for part in parts]
-        low, high = min(means), max(means)
-        bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
-        print(f"mean sampled reward, step by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
-    return evaluations[-1] if evaluations else {}
-
-
-# ------------------------------------------------------------------------------ several processes
-
-
-def ranks():
-    """(number of this process, number of processes)."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def join_ranks():
-    """This process's device; under torchrun it first meets the others."""
-    cuda = torch.cuda.is_available()
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def gather(value):
-    """A list of what each rank gives."""
-    values = [value] * ranks()[1]
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def say(text):
-    """Print above the progress bar, on the first rank alone."""
-    if ranks()[0] == 0:
-        tqdm.write(text)
-
-
-def shard(policy, compute_dtype):
-    """FSDP2: each rank keeps its share of each float32 weight, gradient and moment. Whole weights,
-    in `compute_dtype`, are gathered once for a rollout and once for each update."""
-    precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for module in [*layers, policy]:
-        fsdp.fully_shard(module, mp_policy=precision, reshard_after_forward=False)
-    policy.set_reshard_after_backward(False)  # layers stay whole until the optimizer's step
-    policy.set_requires_gradient_sync(False)  # and gradients until `exchange_gradients`
-    policy.token_logprobs = types.MethodType(token_logprobs, policy)
-    fsdp.register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
-
-
-def entry(policy):
-    """`token_logprobs` of the policy, by the entry that FSDP watches if it is sharded."""
-    return getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
-
-
-def exchange_gradients(policy):
-    """Sum the ranks' gradients: in one more pass, of one token and times zero, that runs each layer
-    once on every rank. In the others they may run layers and micro-batches of any number."""
-    if ranks()[1] > 1:
-        token = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
-        policy.set_requires_gradient_sync(True)
-        (0 * policy.token_logprobs(token, token == 0, token, token == 0)).sum().backward()
-        policy.set_requires_gradient_sync(False)
-
-
-def local(tensor):
-    """This rank's share of a sharded tensor; any other as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor):
-    """All of a sharded tensor, on every rank; any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def share(tensor, like):
-    """A whole tensor, sharded as `like` is, if it is."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
-
-
-# ---------------------------------------------------------------- checkpoints, trackers, signals
-
-
-def save_model(run, path):
-    """A folder that `from_pretrained` and vLLM load; with LoRA the merged model, and `adapter/`."""
-    model, state = run.policy, None
-    if run.lora:
-        run.lora.save_pretrained(path / "adapter")
-        model = copy.deepcopy(run.lora).merge_and_unload()
-    if ranks()[1] > 1:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(model, options=options)  # from all ranks, for the first one
-    if ranks()[0] == 0:
-        model.save_pretrained(path, state_dict=state)
-        run.tokenizer.save_pretrained(path)
-    gather(None)  # no rank reads before it is written
-
-
-def save_checkpoint(run, optimizer, step):
-    """OUTPUT_DIR/checkpoint-<step>: the model and all that going on needs, whole or not at all.
-
-    It is written under another name, flushed and then renamed; `manifest.json` holds a digest of
-    each file. Older checkpoints than the newest `keep_checkpoints` go, except the best evaluated.
-    """
-    path = run.output_dir / f"checkpoint-{step}"
-    temporary = run.output_dir / f".checkpoint-{step}"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        save_model(run, temporary)
-        state = dict(step=step, optimizer=optimizer.state_dict(), random=random_state())
-        if ranks()[0] == 0:
-            torch.save(state, temporary / "trainer_state.pt")
-            files = [file for file in temporary.rglob("*") if file.is_file()]
-            digests = {str(file.relative_to(temporary)): digest(file) for file in files}
-            (temporary / "manifest.json").write_text(json.dumps(digests, indent=2))
-            for file in [*files, temporary / "manifest.json"]:
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
-            shutil.rmtree(path, ignore_errors=True)
-            os.rename(temporary, path)
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        text = f"cannot save {path}: {first_line(error)}; earlier checkpoints are as they were"
-        raise Error(text) from None
-    gather(None)
-    if ranks()[0]:
-        return
-    say(f"saved {path}")
-    best = best_evaluated(read_log(run.output_dir, "metrics.jsonl"))
-    for old in checkpoints(run.output_dir)[run.config.keep_checkpoints :]:
-        if old.name != f"checkpoint-{best}":
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def digest(file):
-    """SHA-256 of a file, in hexadecimal digits."""
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def best_evaluated(rows):
-    """The step of the best evaluation in rows of metrics, or None."""
-    rewards = {
-        row["step"]: row["eval/reward"] for row in rows if row.get("eval/reward") is not None
-    }
-    return max(rewards, key=rewards.get, default=None)
-
-
-def checkpoints(output_dir):
-    """The checkpoint folders of a run, newest first."""
-    paths = [path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdigit()]
-    return sorted(paths, key=lambda path: int(path.name[11:]), reverse=True)
-
-
-def newest_checkpoint(output_dir):
-    """The newest checkpoint folder that is whole, or None. Says which ones are damaged."""
-    for path in checkpoints(output_dir):
-        try:
-            digests = json.loads((path / "manifest.json").read_text())
-            if all(digest(path / name) == value for name, value in digests.items()):
-                return path
-        except (OSError, ValueError):
-            pass
-        say(f"{path} is damaged and left aside")
-    return None
-
-
-def restore(run, optimizer, path):
-    """Weights, optimizer, random states and logs as they were when `path` was saved -> its step."""
-    state = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
-        rows = [row for row in read_log(run.output_dir, name) if row["step"] <= state["step"]]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (run.output_dir / name).write_text(text, encoding="utf-8")
-    if ranks()[0] == 0:  # other ranks draw anew
-        random_state(state["random"])
-    say(f"going on after step {state['step']}")
-    return state["step"]
-
-
-def read_log(output_dir, name):
-    """Rows of a log, without the half-written last one that a crash can leave."""
-    rows = []
-    with contextlib.suppress(OSError, ValueError), open(output_dir / name, encoding="utf-8") as log:
-        for line in log:
-            rows.append(json.loads(line))
-    return rows
-
-
-def random_state(state=None):
-    """The states of all random generators; with `state`, sets them to it."""
-    if state:
-        torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"])
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers), gauss))
-        numpy.random.set_state(tuple(state["numpy"]))
-    name, numbers, *rest = numpy.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    python, numpy_state = random.getstate(), [name, numbers.tolist(), *rest]
-    return dict(torch=torch.get_rng_state(), cuda=cuda, python=python, numpy=numpy_state)
-
-
-def tracker(run):
-    """What is to be done with each row of metrics, as --report-to says."""
-    name, config = run.config.report_to, dataclasses.asdict(run.config)
-    if name == "none":
-        return lambda record: None
-    if name == "tensorboard":
-        optional("tensorboard", "--report-to tensorboard")
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
-        return lambda record: [
-            writer.add_scalar(name, value, record["step"])
-            for name, value in record.items()
-            if value is not None
-        ]
-    module = optional(name, f"--report-to {name}")
-    module.init(project="grpo", name=run.output_dir.name, config=config)
-    return lambda record: module.log(record, step=record["step"])
-
-
-def heed_signals(run):
-    """SIGINT and SIGTERM finish the step, save and exit; a second one ends the process at once."""
-    both = signal.SIGINT, signal.SIGTERM
-
-    def ask(number, frame):
-        [signal.signal(other, signal.SIG_DFL) for other in both]
-        run.stop = signal.Signals(number).name
-        tqdm.write(f"{run.stop}: finishing the step and saving; once more to stop at once")
-
-    [signal.signal(number, ask) for number in both]
-
-
-# --------------------------------------------------------------------------------- more rewards
-
-
-def step_reward(prompts, completions, steps=None, separator="\n", **columns):
+def step_reward(prompts, completions, steps=None, **columns):
     """A list of scores for each completion, one for each non-blank line (process supervision): 1.0
     if all equations in it hold, 0.0 if one does not, 0.5 if there is none.
 
@@ -1783,7 +1837,7 @@ def step_reward(prompts, completions, steps=None, separator="\n", **columns):
     [[1.0, 0.0, 0.5]]
     """
     if steps is None:
-        steps = [[s for s in text.split(separator) if s.strip()] for text in completions]
+        steps = [[s for s in text.split("\n") if s.strip()] for text in completions]
     kinds = {True: 1.0, False: 0.0, None: 0.5}
     return [[kinds[equations_hold(step)] for step in parts] for parts in steps]
 
@@ -1856,7 +1910,7 @@ def language_reward(prompts, completions, script="LATIN", **columns):
     shares = []
     for text in completions:
         letters = [unicodedata.name(char, "") for char in text if char.isalpha()]
-        share = sum(script in name for name in letters) / max(1, len(letters))
+        share = sum(script.upper() in name for name in letters) / max(1, len(letters))
         shares.append(share if letters else 1.0)
     return shares
 
@@ -1985,18 +2039,15 @@ def reward_model(path, device):
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
     @torch.no_grad()
-    def score_with_model(prompts, completions, messages=None, batch_size=16, **columns):
+    def score_with_model(prompts, completions, messages=None, **columns):
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]
-        if tokenizer.chat_template and messages:
+        if templated := bool(tokenizer.chat_template and messages):
             render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
             answers = [[dict(role="assistant", content=text)] for text in completions]
             texts = [render(m + a) for m, a in zip(messages, answers, strict=True)]
-        scores = []
-        for start in range(0, len(texts), batch_size):
-            batch = texts[start : start + batch_size]
-            special = not (tokenizer.chat_template and messages)
-            kwargs = dict(padding=True, return_tensors="pt", add_special_tokens=special)
-            inputs = tokenizer(batch, **kwargs).to(device)
+        scores, how = [], dict(padding=True, return_tensors="pt", add_special_tokens=not templated)
+        for start in range(0, len(texts), 16):
+            inputs = tokenizer(texts[start : start + 16], **how).to(device)
             scores += model(**inputs).logits[:, 0].float().tolist()
         return scores
 
@@ -2051,7 +2102,8 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
 
     def score_with_judge(prompts, completions, messages=None, answer=None, **columns):
         questions = prompts if messages is None else [m[-1]["content"] for m in messages]
-        rows = zip(questions, answer or [""] * len(prompts), completions, strict=True)
+        references = ["" if a is None else a for a in answer or [None] * len(prompts)]
+        rows = zip(questions, references, completions, strict=True)
         with ThreadPoolExecutor(16) as pool:
             replies = list(pool.map(ask, [JUDGE_PROMPT.format(*row) for row in rows]))
         if failures := [reply for reply in replies if isinstance(reply, str)]:
@@ -2064,10 +2116,47 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
 
 REWARDS = dict(accuracy=accuracy_reward, format=format_reward, step=step_reward, code=code_reward)
 REWARDS_WITH_ARGUMENT = dict(  # text after the colon, device -> function
-    language=lambda script, device: functools.partial(language_reward, script=script.upper()),
+    language=lambda script, device: (
+        lambda prompts, completions, **_: language_reward(prompts, completions, script or "LATIN")
+    ),
     reward_model=reward_model,
     judge=judge_reward,
 )
+
+
+def load_rewards(specs, device="cpu"):
+    """{name: (function, weight)} of `NAME[:ARGUMENT][=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
+    rewards = {}
+    for spec in specs:
+        target, weight = re.fullmatch(r"(.*?)(?:=([^=]*))?", spec, re.DOTALL).groups()
+        name, _, argument = target.partition(":")
+        try:
+            if ".py:" in target:
+                path, _, name = target.rpartition(":")
+                function = run_file(path)[name]
+            elif name in REWARDS and not argument:
+                function = REWARDS[name]
+            else:
+                function = REWARDS_WITH_ARGUMENT[name](argument, device)
+            rewards[name] = (function, 1.0 if weight is None else float(weight))
+        except (KeyError, ValueError, OSError) as error:
+            known = ", ".join([*REWARDS, *(f"{name}:…" for name in REWARDS_WITH_ARGUMENT)])
+            known += " or FILE.py:FUNCTION, with =WEIGHT if not 1"
+            raise Error(f"--reward {spec}: {first_line(error)}; it takes {known}") from None
+    if len(rewards) < len(specs) or not all(math.isfinite(w) for _, w in rewards.values()):
+        raise Error(f"--reward {' '.join(specs)}: a name twice, or a weight that is not finite")
+    return rewards
+
+
+def run_file(path):
+    """{name: value} of what a Python file defines."""
+    try:
+        return runpy.run_path(path)
+    except OSError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise Error(f"{path} failed: {error!r}") from None
 
 
 # -------------------------------------------------------------------------- built-in task and model
@@ -2116,7 +2205,7 @@ def tiny_model(seed, dtype):
 # --------------------------------------------------------------------------------------------- main
 
 
-def optional(package, purpose):
+def import_optional(package, purpose):
     """An optional package, or an `Error` that says how to install it."""
     try:
         return importlib.import_module(package)
@@ -2142,8 +2231,10 @@ def main():
         sys.exit(f"grpo.py: {error}")
     except KeyboardInterrupt:
         sys.exit("grpo.py: interrupted")
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not re.search("out of memory|can't allocate memory", f"{error!r}", re.IGNORECASE):
+    except (MemoryError, RuntimeError) as error:
+        if not re.search(
+            "out ?of ?memory|allocate memory|MemoryError", f"{error!r}", re.IGNORECASE
+        ):
             raise
         hint = "lower --micro-batch-tokens (update) or --prompts-per-step (sampling)"
         sys.exit(f"grpo.py: out of memory: {hint}; {first_line(error)}")

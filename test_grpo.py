@@ -722,26 +722,45 @@ def test_greedy_generation_is_that_of_transformers():
     assert ours.tolist() == theirs.tolist()
 
 
-def test_continuous_batching_samples_the_same_policy():
-    model, (prompt_ids, prompt_mask, *_) = tiny_model("qwen2"), ragged_batch()
-    hostile = {name: value for name, value in HOSTILE.items() if name != "num_beams"}
-    model.generation_config = transformers.GenerationConfig(**hostile)
-    greedy = [
-        f(model, prompt_ids, prompt_mask, 1, 12, [1], temperature=0).tolist()
-        for f in (generate, grpo.generate_continuously)
-    ]
-    assert greedy[0] == greedy[1]
+@pytest.mark.parametrize("kind, continuous", [("qwen2", True), ("qwen2", False), ("mamba", False)])
+def test_transformers_samplers_sample_the_same_policy(kind, continuous):
+    model, (prompt_ids, prompt_mask, *_) = tiny_model(kind), ragged_batch()
+    model.generation_config = transformers.GenerationConfig(**HOSTILE)
+    theirs = functools.partial(grpo.generate_with_transformers, model, continuous=continuous)
+    greedy = theirs(prompt_ids, prompt_mask, 1, 12, [1], temperature=0)
+    mask = completion_mask(greedy, [1])
+    fast = kind == "qwen2"
+    logp = token_logprobs(model, prompt_ids, prompt_mask, greedy, mask, fast=fast)
+    for i, prompt in enumerate(p[m] for p, m in zip(prompt_ids, prompt_mask)):
+        for t in range(int(mask[i].sum())):  # each token is the most probable one
+            logits = model(torch.cat([prompt, greedy[i, :t]])[None]).logits[0, -1]
+            assert logits.argmax() == greedy[i, t]
+            assert logp[i, t].item() == pytest.approx(logits.log_softmax(0).max().item(), abs=1e-4)
     torch.manual_seed(0)
-    ids = grpo.generate_continuously(model, prompt_ids, prompt_mask, 100, 6, [1], 0, 0.5)
-    mask = completion_mask(ids, [1])
-    assert ids.shape == (200, 6) and (ids[~mask] == 0).all() and (ids[mask] != 1).any()
-    # The mean log-prob of samples at temperature 0.5 is that of this file's own samples.
-    means = []
-    for completions in (ids, generate(model, prompt_ids, prompt_mask, 400, 6, [1], 0, 0.5)):
-        mask = completion_mask(completions, [1])
-        logp = token_logprobs(model, prompt_ids, prompt_mask, completions, mask, 0.5)
-        means.append((logp.sum() / mask.sum()).item())
-    assert means[0] == pytest.approx(means[1], abs=0.1)
+    ids = theirs(prompt_ids[:1], prompt_mask[:1], 300, 2, [1], 0, 0.5)
+    assert (ids[~completion_mask(ids, [1])] == 0).all() and model.generation_config.num_beams == 4
+    probs = (model(prompt_ids[:1]).logits[0, -1] / 0.5).softmax(0)
+    expected = 300 * probs.detach()
+    common = expected > 5  # Pearson's chi-square, rare words together
+    found = ids[:, 0].bincount(minlength=len(probs)).float()
+    cells = [(found[common], expected[common]), (found[~common].sum(), expected[~common].sum())]
+    statistic = sum(((f - e) ** 2 / e).sum() for f, e in cells).item()
+    assert statistic < common.sum().item() + 5 * (2 * common.sum().item()) ** 0.5
+
+
+def test_a_cache_that_cannot_be_repeated_is_left_to_transformers():
+    kinds = {kind: grpo.has_plain_cache(tiny_model(kind)) for kind in ("qwen2", "mistral", "mamba")}
+    assert kinds == {"qwen2": True, "mistral": True, "mamba": False}
+
+
+def test_a_failure_of_continuous_batching_is_an_error(monkeypatch):
+    model, (prompt_ids, prompt_mask, *_) = tiny_model("qwen2"), ragged_batch()
+    for outputs in ({}, {i: types.SimpleNamespace(error="out of pages") for i in range(2)}):
+        model.generate_batch = lambda *args, outputs=outputs, **kwargs: outputs
+        with pytest.raises(Error, match="out of pages|missing"):
+            grpo.generate_with_transformers(
+                model, prompt_ids, prompt_mask, 1, 4, [1], continuous=True
+            )
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "gemma2"])
@@ -1291,8 +1310,8 @@ def tensor(prompts, completions, **columns):
 def half_judged(prompts, completions, **columns):
     return [None if i % 2 else 1.0 for i in range(len(prompts))]
 
-def nothing(prompts, completions, **columns):
-    return [None] * len(prompts)
+def hole(prompts, completions, **columns):
+    return [[1.0, None]] * len(prompts)
 
 def nan(prompts, completions, **columns):
     return [float("nan")] * len(prompts)
@@ -1330,7 +1349,7 @@ def test_reward_functions_of_a_file_see_what_they_would_see_in_trl(reward_file):
     assert scores["tensor"] == [1.0, 1.0] and scores["half_judged"] == [1.0, None]
 
 
-@pytest.mark.parametrize("name", ["nothing", "nan", "too_few", "words", "number", "fails"])
+@pytest.mark.parametrize("name", ["nan", "too_few", "words", "number", "hole", "fails"])
 def test_reward_functions_that_go_wrong_are_named(reward_file, name, capsys):
     with pytest.raises(Error, match=name):
         grpo.score(grpo.load_rewards([f"{reward_file}:{name}"]), **COLUMNS)
@@ -1352,11 +1371,13 @@ def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_o
     run = run_of(Config(prompt_template="{question}"), rewards)
     rows = grpo.encode_prompts([{"prompt": "1+1=", "answer": "2"}], run)
     ids = torch.tensor([run.tokenizer("2")["input_ids"] + [0, 0], [2, 3, 4]])
-    texts, scores, rewards, steps = grpo.judge(run, rows, ids, completion_mask(ids, [0]))
+    texts, scores, rewards, steps = grpo.score_completions(
+        run, rows, ids, completion_mask(ids, [0])
+    )
     assert steps is None and texts == ["2", "012"] and rewards.tolist() == [2.5, 0.0]
     assert scores["half_judged"][0] == 2 / 2 and scores["half_judged"][1].isnan()
     run.rewards.pop("accuracy")  # then nobody judges the second
-    _, _, rewards, _ = grpo.judge(run, rows, ids, completion_mask(ids, [0]))
+    _, _, rewards, _ = grpo.score_completions(run, rows, ids, completion_mask(ids, [0]))
     assert rewards[0] == 2.0 and rewards[1].isnan()
 
 
@@ -1537,7 +1558,8 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch
         ("--beta nan", "--beta"),
         ("--output-dir {file}", "--output-dir"),
         ("--output-dir /proc/nowhere", "--output-dir"),
-        ("--resume {empty}", "--resume"),
+        ("--resume {empty}", "config.json"),
+        ("--resume {empty} --output-dir {empty}", "leave --output-dir out"),
         ("--eval-data missing.jsonl", "missing.jsonl"),
         ("--data {nothing_to_learn} --reward format", "--sft-steps"),
         ("--chat-template on", "--chat-template"),
@@ -1553,7 +1575,8 @@ def test_mistakes_end_in_one_line(tmp_path, options, message):
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text('{"prompt": "1+1="}\n' * 100)
     paths = dict(empty=tmp_path / "empty", file=tmp_path / "file", nothing_to_learn=nothing)
-    options = options if "--output-dir" in options else f"{options} --output-dir {tmp_path}/run"
+    if "--output-dir" not in options and "--resume" not in options:
+        options += f" --output-dir {tmp_path}/run"
     error = refusal(*words(options.format(**paths)))
     assert error.startswith("grpo.py: ") and message in error
     assert (tmp_path / "file").read_text() == "mine"
@@ -1666,6 +1689,9 @@ PROCESS_FILE = """
 def each_line(prompts, completions, steps, **columns):
     return [[float("1" in step) for step in parts] for parts in steps]
 
+def first_alone(prompts, completions, **columns):
+    return [[1.0, 2.0], None]
+
 def too_many(prompts, completions, **columns):
     return [[1.0, 2.0, 3.0]] * len(prompts)
 """
@@ -1678,17 +1704,26 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
     rows = grpo.encode_prompts([{"prompt": "1+1=", "answer": "2"}], run)
     ids = [run.tokenizer(text)["input_ids"] + [0] for text in ("1\n2", "\n")]
     ids, mask = grpo.pad(ids, 0, "right", "cpu")
-    texts, scores, rewards, (step_rewards, ends) = grpo.judge(run, rows, ids, mask)
+    texts, scores, rewards, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
     assert step_rewards == [[2.0, 0.0 + 1.0], [0.0]] and ends == [
         [1, 3],
         [1],
     ]  # accuracy is the last step's
     assert scores["each_line"].tolist() == [0.5, 0.0] and rewards.tolist() == [2.0, 0.0]
+    # A completion that nobody judges has no steps to normalise, so its tokens have no advantage.
+    run.rewards = grpo.load_rewards([f"{tmp_path}/steps.py:first_alone"])
+    *_, rewards, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
+    assert (step_rewards, ends) == ([[1.0, 2.0], []], [[1, 3], []]) and rewards[1].isnan()
+    none = grpo.process_advantages(step_rewards, ends, 2, 4, scale_rewards="none")
+    assert none.tolist() == [[0.0, 0.0, 0.5, 0.5], [0.0] * 4]
+    run.config = Config(prompt_template="{question}", scale_rewards="batch")
+    with pytest.raises(Error, match="--scale-rewards batch"):
+        grpo.score_completions(run, rows, ids, mask)
     run = run_of(
         Config(prompt_template="{question}"), grpo.load_rewards([f"{tmp_path}/steps.py:too_many"])
     )
     with pytest.raises(Error, match="too_many.*3 numbers for 2 steps"):
-        grpo.judge(run, rows, ids, mask)
+        grpo.score_completions(run, rows, ids, mask)
 
 
 # -------------------------------------------------------------------------------------- more rewards
@@ -1874,11 +1909,15 @@ def test_the_judge_reads_strictly_and_counts_what_fails(judge_server, monkeypatc
     assert "1+1?" in content and "two" in content
 
 
-def test_a_judge_that_is_not_there_is_reported_and_stops_the_run(capsys):
+def test_a_judge_that_is_not_there_is_reported_and_stops_the_run(tmp_path, capsys):
     rewards = {"judge": (grpo.judge_reward("m@http://127.0.0.1:9/v1", timeout=1, attempts=1), 1.0)}
-    with pytest.raises(Error, match="no completion was judged"):
-        grpo.score(rewards, prompts=["p"], completions=["c"])
+    assert grpo.score(rewards, prompts=["p"], completions=["c"]) == {"judge": [None]}
     assert "1 of 1 calls of the judge failed" in capsys.readouterr().out
+    (tmp_path / "nobody.py").write_text(
+        "def nobody(prompts, **columns):\n    return [None] * len(prompts)\n"
+    )
+    with pytest.raises(Error, match="no completion was judged by nobody"):
+        train(tmp_path / "run", QUICK, f"--reward {tmp_path}/nobody.py:nobody")
 
 
 @pytest.mark.parametrize(
@@ -2120,7 +2159,7 @@ def test_metrics_of_ranks_are_averaged_over_those_that_have_them(monkeypatch):
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
     with pytest.raises(Error, match="pip install no_such_package"):
-        grpo.optional("no_such_package", "--report-to x")
+        grpo.import_optional("no_such_package", "--report-to x")
 
 
 # ----------------------------------------------------------------------------------- several processes
@@ -2151,10 +2190,10 @@ for loss_type, level in t.VARIANTS:
     metrics = grpo.update(model, t.frozen(reference), optimizer, config, 1e-3, mine, advantages[rows], True)
     metrics = grpo.mean_over_ranks(dict(metrics, step=1, num_tokens=0, peak_memory_gb=0))
     results[loss_type, level, "metrics"] = metrics
-    results[loss_type, level, "state"] = optimizer.state_dict()
-    optimizer.load_state_dict(results[loss_type, level, "state"])
-    again = optimizer.state_dict()
-    for a, b in zip(again["tensors"], results[loss_type, level, "state"]["tensors"]):
+    state = grpo.gather(optimizer.state_dict())[0]  # the first rank's, as a checkpoint has it
+    optimizer.load_state_dict(state)
+    again = grpo.gather(optimizer.state_dict())[0]
+    for a, b in zip(again["tensors"], state["tensors"], strict=True):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 if rank == 0:
     torch.save(results, sys.argv[1])
@@ -2294,11 +2333,13 @@ def test_running_out_of_memory_says_which_options_to_lower(monkeypatch):
 def test_metrics_go_to_the_tracker_that_is_asked_for(tmp_path, monkeypatch):
     seen = []
     module = types.SimpleNamespace(
-        init=lambda **k: seen.append(k), log=lambda record, step: seen.append(step)
+        init=lambda **k: seen.append(k),
+        log=lambda record, step: seen.append(step),
+        finish=lambda: seen.append("finish"),
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
     train(tmp_path / "run", QUICK, "--report-to wandb")
-    assert seen[0]["config"]["seed"] == 0 and seen[1:] == [0, 1, 2, 3, 3]
+    assert seen[0]["config"]["seed"] == 0 and seen[1:] == [0, 1, 2, 3, 3, "finish"]
 
 
 # ------------------------------------------------------------------------------------------ pasting
