@@ -1566,7 +1566,7 @@ def save_model(run, path):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)  # from all ranks, for the first one
         dtype = compute_dtype(run.config, run.device)
-        state = {name: tensor.to(dtype) for name, tensor in state.items()}
+        state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
     if ranks()[0] == 0:
         model.save_pretrained(path, state_dict=state)
         run.tokenizer.save_pretrained(path)
