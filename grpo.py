@@ -478,7 +478,7 @@ def generate_with_transformers(
 ):  # fmt: skip
     """What `generate` does, by transformers, for any causal model: with `continuous` batching (a
     paged cache, on CUDA graphs) or by its plain `generate`, which runs a prompt for each sample."""
-    how = dict(do_sample=bool(temperature), repetition_penalty=1.0)
+    how = dict(do_sample=bool(temperature))
     if temperature:
         how |= dict(temperature=temperature, top_p=top_p, top_k=top_k)
     how |= dict(max_new_tokens=max_completion_length, eos_token_id=eos_token_ids)

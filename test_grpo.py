@@ -996,11 +996,12 @@ def test_groups_without_advantage_are_left_out_only_where_that_is_exact():
             original(*args, **kwargs),
         )[1]
         try:
-            (found,), _ = gradient_of_update(
+            (found,), metrics = gradient_of_update(
                 config, copy.deepcopy(model), reference, batch, advantages
             )
         finally:
             grpo.token_logprobs = original
+        assert metrics["ratio_mean"] == pytest.approx(1.0)  # over the tokens that are in
         for x, y in zip(found, expected):
             torch.testing.assert_close(x, y, atol=5e-5, rtol=1e-3)
     assert calls == [4, 8, 8]  # the live group alone; all rows of the reference and of the policy
@@ -1008,6 +1009,31 @@ def test_groups_without_advantage_are_left_out_only_where_that_is_exact():
         Config(num_generations=4, beta=0.0), model, None, batch, 0 * advantages
     )
     assert all(g.abs().max() == 0 for g in found) and metrics["grad_norm"] == 0
+
+
+def test_micro_batches_of_the_plain_path_count_a_prompt_for_each_completion(monkeypatch):
+    model, sizes, original = tiny_model("qwen2"), [], grpo.token_logprobs
+    batch, advantages = on_policy_batch(model)
+
+    def record(model, prompt_ids, prompt_mask, completion_ids, *args):
+        sizes.append((len(completion_ids), prompt_ids.shape[1] + completion_ids.shape[1]))
+        return original(model, prompt_ids, prompt_mask, completion_ids, *args)
+
+    monkeypatch.setattr(grpo, "token_logprobs", record)
+    config = Config(num_generations=4, micro_batch_tokens=30, beta=0.0)
+    rest = config, 1e-3, batch, advantages, False
+    grpo.update(model, None, MasterAdamW(model), *rest)
+    assert sum(rows for rows, _ in sizes) == 8 and all(
+        rows * length <= 30 for rows, length in sizes
+    )
+
+
+def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
+    model, generator = tiny_model("qwen2").bfloat16(), torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+    expected = sum(p.grad.double().pow(2).sum() for p in model.parameters()).sqrt().item()
+    assert MasterAdamW(model).step(0.0) == pytest.approx(expected, rel=1e-5)
 
 
 def test_bfloat16_training_at_a_small_learning_rate_moves_the_masters_as_float32_does():
@@ -1907,6 +1933,8 @@ def test_the_judge_reads_strictly_and_counts_what_fails(judge_server, monkeypatc
     path, model, key, content = seen[0]
     assert (path, model, key) == ("/v1/chat/completions", "some-model", "Bearer key")
     assert "1+1?" in content and "two" in content
+    function(prompts=["1+1?"], completions=["7"], answer=[None])  # the data has none
+    assert "None" not in seen[-1][3]
 
 
 def test_a_judge_that_is_not_there_is_reported_and_stops_the_run(tmp_path, capsys):
@@ -2067,6 +2095,12 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, variation, vari
     assert {"step", "prompt", "completion", "rewards/accuracy", "reward", "advantage"} <= set(row)
 
 
+def test_a_run_is_not_resumed_against_another_reference(tmp_path):
+    train(tmp_path / "run", QUICK, "--beta 0")
+    with pytest.raises(Error, match="reference, the model as GRPO began"):
+        resume(tmp_path / "run", "--beta 0.04 --max-steps 4")
+
+
 def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, capsys):
     out = tmp_path / "run"
     train(out, RESUMABLE)
@@ -2148,13 +2182,14 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
 
 
 def test_metrics_of_ranks_are_averaged_over_those_that_have_them(monkeypatch):
-    records = [
-        {"step": 3, "reward": 1.0, "rewards/a": None, "num_tokens": 5, "peak_memory_gb": 2.0},
-        {"step": 3, "reward": 0.5, "rewards/a": 0.4, "num_tokens": 7, "peak_memory_gb": 1.0},
-    ]
+    common = {"step": 3, "peak_memory_gb": 2.0}
+    one = {"reward": 1.0, "rewards/a": None, "num_tokens": 5, "unjudged/a": 4}
+    two = {"reward": 0.5, "rewards/a": 0.4, "num_tokens": 7, "unjudged/a": 1, "peak_memory_gb": 1.0}
+    records = [common | one, common | two]
     monkeypatch.setattr(grpo, "gather", lambda record: records)
     mean = grpo.mean_over_ranks(records[0])
-    assert mean == {"step": 3, "reward": 0.75, "rewards/a": 0.4, "num_tokens": 12, "peak_memory_gb": 2.0}  # fmt: skip
+    both = {"reward": 0.75, "rewards/a": 0.4, "num_tokens": 12, "unjudged/a": 5}
+    assert mean == common | both
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
