@@ -749,8 +749,13 @@ def test_transformers_samplers_sample_the_same_policy(kind, continuous):
 
 
 def test_a_cache_that_cannot_be_repeated_is_left_to_transformers():
-    kinds = {kind: grpo.has_plain_cache(tiny_model(kind)) for kind in ("qwen2", "mistral", "mamba")}
-    assert kinds == {"qwen2": True, "mistral": True, "mamba": False}
+    plain = {kind: grpo.has_plain_cache(tiny_model(kind)) for kind in ("qwen2", "mistral", "mamba")}
+    assert plain == {"qwen2": True, "mistral": True, "mamba": False}
+    hybrid = transformers.FalconH1Config()  # attention and Mamba in one layer
+    forward = tiny_model("qwen2").forward
+    assert not grpo.has_plain_cache(types.SimpleNamespace(config=hybrid, forward=forward))
+    no_cache = transformers.OpenAIGPTConfig(n_layer=2, n_embd=32, n_head=4, vocab_size=40)
+    assert not grpo.has_plain_cache(AutoModelForCausalLM.from_config(no_cache))
 
 
 def test_a_failure_of_continuous_batching_is_an_error(monkeypatch):
