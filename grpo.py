@@ -1194,8 +1194,7 @@ def train(config):
         middle = time.perf_counter()
         eos = torch.tensor(run.eos_token_ids, device=run.device)
         finished = torch.isin(completion_ids, eos).any(1, keepdim=True)  # (N, 1)
-        learnt = mask & finished if config.mask_truncated else mask
-        batch = *prompts, completion_ids, learnt
+        batch = *prompts, completion_ids, (mask & finished if config.mask_truncated else mask)
         rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
         model = run.policy, reference, optimizer
         metrics = update(*model, config, rate, batch, advantages.to(run.device), run.fast)

@@ -24,6 +24,7 @@ import types
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from hypothesis import given, settings
@@ -1520,6 +1521,15 @@ def test_advantages_of_a_run_are_scaled_as_asked(tmp_path, varied, scale):
     assert expected.any() and [row["advantage"] for row in rows] == pytest.approx(expected.tolist())
 
 
+def test_advantages_of_steps_are_scaled_as_asked(tmp_path, monkeypatch):
+    scales, original = [], grpo.process_advantages
+    monkeypatch.setattr(
+        grpo, "process_advantages", lambda *a, **k: (scales.append(k), original(*a, **k))[1]
+    )
+    train(tmp_path / "run", QUICK, "--reward accuracy step --scale-rewards none --max-steps 1")
+    assert scales == [{"scale_rewards": "none"}]
+
+
 def test_no_steps_only_evaluate(tmp_path):
     result = train(tmp_path / "run", QUICK, "--max-steps 0")
     assert 0 <= result["eval/reward"] <= 1
@@ -2291,7 +2301,12 @@ def test_two_ranks_take_the_gradient_of_one_process(tmp_path):
 
 
 def test_two_ranks_train_and_one_or_two_resume(tmp_path, varied):
-    options = words(QUICK, varied, "--max-steps 2 --save-every 1 --output-dir", tmp_path / "run")
+    options = words(
+        QUICK,
+        varied,
+        "--max-steps 2 --save-every 1 --dtype bfloat16 --output-dir",
+        tmp_path / "run",
+    )
     result = torchrun(grpo.__file__, *options)
     assert result.stdout.count("saved") == 2 and result.stdout.count("held-out") == 1
     rows = metrics_of(tmp_path / "run")
@@ -2301,6 +2316,8 @@ def test_two_ranks_train_and_one_or_two_resume(tmp_path, varied):
             assert row["num_tokens"] == pytest.approx(16 * row["completion_length"])
     names = set(weights_of(save_model(tmp_path / "m")))
     assert set(weights_of(tmp_path / "run" / "checkpoint-2")) == names
+    saved = safetensors.torch.load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}  # as --dtype asks
     resume(tmp_path / "run", "--max-steps 3")
     torchrun(grpo.__file__, "--resume", tmp_path / "run", "--max-steps", "4")
     rows = metrics_of(tmp_path / "run")
