@@ -37,6 +37,7 @@ process `gather(x)` is `[x]` and `exchange_gradients` does nothing: pass over th
 
 import argparse
 import ast
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -463,14 +464,6 @@ def generate(
     return completion_ids.where(completion_mask(completion_ids, eos_token_ids), pad_token_id)
 
 
-def has_plain_cache(model):
-    """Whether the model's cache is keys and values alone, which can be repeated and cut by rows. A
-    state such as Mamba's cannot, and some forward methods ignore `past_key_values`."""
-    layers = DynamicCache(config=model.config).layers
-    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-    return plain and "past_key_values" in inspect.signature(model.forward).parameters
-
-
 @torch.no_grad()
 def generate_with_transformers(
     model, prompt_ids, prompt_mask, num_generations, max_completion_length, eos_token_ids,
@@ -715,39 +708,6 @@ class LogProbs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None
 
 
-def fast_path_holds(model):
-    """Whether `token_logprobs` gives with `fast` what it gives without, in values and gradients.
-
-    Wrong log-probs are never an option, so every model is asked, on a few tokens: not all logits
-    are head(hidden) (Gemma 2 caps them, Cohere scales them), not every layer bears a shared cache.
-    """
-    vocabulary = min(1000, model.config.get_text_config().vocab_size)
-    ids = torch.randint(vocabulary, (6, 5), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(model.device)
-    batch = [ids[:2], torch.ones_like(ids[:2]).bool(), ids[2:], torch.ones_like(ids[2:]).bool()]
-    batch[1][0, :2] = False
-    head, results, products, hooks = model.get_output_embeddings(), [], [], []
-    try:
-        for fast in (False, True):
-            logp = token_logprobs(model, *batch, fast=fast)
-            gradient = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
-            results.append((logp, *gradient))
-        # On inputs so large that a cap shows even in a model whose logits are small.
-        hooks += [head.register_forward_pre_hook(lambda module, inputs: (1000 * inputs[0],))]
-        hooks += [head.register_forward_hook(lambda module, inputs, out: products.append(out))]
-        with torch.no_grad():
-            logits = model(ids).logits
-    except Exception:  # whatever a model raises that has no such cache or no such head
-        return False
-    finally:
-        for hook in hooks:
-            hook.remove()
-    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    same = [(f - p).norm() <= tolerance * p.norm() for p, f in zip(*results, strict=True)]
-    capped = not torch.equal(logits.float(), products[0].float())
-    return all(same) and not capped and getattr(head, "bias", 0) is None  # LogProbs adds no bias
-
-
 # --------------------------------------------------------------------------------------------- loss
 
 
@@ -810,8 +770,8 @@ def grpo_loss(
     loss_type="grpo", importance_sampling_level="token", max_completion_length=None,
     num_sequences=None, num_tokens=None,
 ):  # fmt: skip
-    """(scalar to minimise, metrics): DeepSeekMath eq. 3. The metrics `kl`, `ratio_mean` and
-    `clip_fraction` are means over unmasked tokens, detached.
+    """(scalar to minimise, metrics): DeepSeekMath eq. 3. The metrics `kl`, `entropy` (its estimate
+    -logp), `ratio_mean` and `clip_fraction` are means over unmasked tokens, detached.
 
     logp, old_logp, ref_logp: (N, C) in nats, mask: (N, C) bool, advantages: (N,) or (N, C).
     `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None: no KL term. What
@@ -848,7 +808,7 @@ def grpo_loss(
         ratio = importance_ratio(logp, old_logp, mask, level)
         sign = advantages.reshape(len(logp), -1)
         clipped = (ratio > 1 + high) & (sign > 0) | (ratio < 1 - epsilon) & (sign < 0)
-        metrics = dict(kl=kl, ratio_mean=ratio, clip_fraction=clipped.float())
+        metrics = dict(kl=kl, entropy=-logp, ratio_mean=ratio, clip_fraction=clipped.float())
         metrics = {name: masked_mean(value, mask) for name, value in metrics.items()}
     return loss, metrics
 
@@ -861,37 +821,22 @@ class MasterAdamW:
 
     bfloat16 keeps 8 bits of a weight: a change by less than about 1/512 of it is rounded away, and
     at a learning rate of 1e-6 nearly all are. A float32 weight is its own master; a bfloat16 one is
-    the upper half of its master, rounded, and the lower 16 bits stand in `remainders`. A parameter
-    thus costs 2 + 2 bytes, its moments 8 and its gradient 2 or 4.
+    the upper half of its master, rounded, and the lower 16 bits stand beside it. A parameter thus
+    costs 2 + 2 bytes, its moments 8 and its gradient 2 or 4.
     """
 
     SLICE = 2**20  # weights updated at once: they fit in a cache, and no tensor is copied whole
 
     def __init__(self, model, weight_decay=0.0):
         self.params = [param for param in model.parameters() if param.requires_grad]
-        zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
-        halves = [param for param in self.params if param.dtype == torch.bfloat16]
-        self.remainders = {param: zeros(param, dtype=torch.int16) for param in halves}
-        self.moments = [[zeros(p, dtype=torch.float32) for _ in range(2)] for p in self.params]
         self.sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
-        self.num_steps, self.sums = 0, {}
+        self.num_steps, self.state = 0, []  # [two moments, and the lower halves if there are any]
+        for param in self.params:
+            dtypes = [torch.float32] * 2 + [torch.int16] * (param.dtype == torch.bfloat16)
+            zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
+            self.state.append([zeros(param, dtype=dtype) for dtype in dtypes])
         self.options = dict(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
         self.options |= dict(amsgrad=False, maximize=False, fused=True)
-
-    @contextlib.contextmanager
-    def float32_sums(self):
-        """In here bfloat16 weights' gradients add up in float32: bfloat16 would lose small ones."""
-
-        def add(param):
-            total = self.sums.get(param)
-            self.sums[param] = param.grad.float() if total is None else total.add_(param.grad)
-            param.grad = None
-
-        hooks = [param.register_post_accumulate_grad_hook(add) for param in self.remainders]
-        try:
-            yield
-        finally:
-            [hook.remove() for hook in hooks]
 
     @torch.no_grad()
     def step(self, learning_rate, max_grad_norm=math.inf):
@@ -899,68 +844,44 @@ class MasterAdamW:
 
         If that is not finite, as after a loss that is not, raises `Error` and moves no weight.
         """
-        [module.reshard() for module in self.sharded]
-        gradients = [self.sums.pop(param, param.grad) for param in self.params]
+        for module in self.sharded:
+            module.reshard()
         norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
-        norm = whole(norm(torch.stack([norm(g) for g in gradients if g is not None]))).item()
+        norms = [norm(param.grad) for param in self.params if param.grad is not None]
+        norm = whole(norm(torch.stack(norms))).item()
         if not math.isfinite(norm):
             raise Error(f"the gradient's norm is {norm}; the weights are as they were before")
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
-        for param, moments in zip(self.params, self.moments, strict=True):
-            gradient, param.grad = gradients.pop(0), None  # freed as soon as it has been used
+        for param, state in zip(self.params, self.state, strict=True):
+            gradient, param.grad = param.grad, None  # freed as soon as it has been used
             if gradient is not None:
-                tensors = [param, gradient, *moments]
-                tensors += [self.remainders[param]] if param in self.remainders else []
+                tensors = (param, gradient, *state)
                 slices = [local(tensor).view(-1).split(self.SLICE) for tensor in tensors]
                 for parts in zip(*slices, strict=True):
                     self.step_slice(learning_rate, scale, *parts)
         self.num_steps += 1
         return norm
 
-    def step_slice(self, learning_rate, scale, weights, gradient, first, second, remainder=None):
+    def step_slice(self, learning_rate, scale, weights, gradient, first, second, lower=None):
         """The step of a few weights: torch's own AdamW, on their float32 masters."""
-        master = weights if remainder is None else join_halves(weights, remainder)
+        master = weights if lower is None else join_halves(weights, lower)
         count = torch.full((), float(self.num_steps), device=master.device)  # adamw adds 1 to it
         state = [master], [gradient.float() * scale], [first], [second], [], [count]
         adamw(*state, lr=learning_rate, **self.options)
-        if remainder is not None:
-            split_halves(master, weights, remainder)
-
-    def state_dict(self):
-        """Everything that a step depends on, whole, on the first rank's CPU."""
-
-        def save(x):
-            x = None if x is None else whole(x)  # from all ranks
-            return None if x is None or ranks()[0] else x.cpu()
-
-        rows = [(p.data, self.remainders.get(p), *m) for p, m in zip(self.params, self.moments)]
-        return dict(tensors=[[save(x) for x in row] for row in rows], num_steps=self.num_steps)
-
-    @torch.no_grad()
-    def load_state_dict(self, state):
-        """What `state_dict` gave, on any number of ranks."""
-        for param, moments, saved in zip(self.params, self.moments, state["tensors"], strict=True):
-            weights, remainder, *saved_moments = saved
-            master = weights if remainder is None else join_halves(weights, remainder)
-            if param in self.remainders:
-                split_halves(master.to(param.device), param, self.remainders[param])
-            else:
-                param.copy_(shard_like(master, param))
-            [moment.copy_(shard_like(x, moment)) for moment, x in zip(moments, saved_moments)]
-        self.num_steps = state["num_steps"]
+        if lower is not None:
+            split_halves(master, weights, lower)
 
 
-def join_halves(weights, remainder):
-    """The float32 numbers of which bfloat16 `weights` are the upper and int16 `remainder` the lower
-    16 bits."""
-    return ((weights.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+def join_halves(upper, lower):
+    """float32 numbers from their upper 16 bits, as bfloat16, and their lower 16, as int16."""
+    return ((upper.view(torch.int16).int() << 16) + lower).view(torch.float32)
 
 
-def split_halves(master, weights, remainder):
-    """Write float32 `master` into its halves: `weights`, the nearest bfloat16, and what is left."""
+def split_halves(master, upper, lower):
+    """Write float32 `master` into its halves: `upper`, the nearest bfloat16, and what is left."""
     bits = master.view(torch.int32)
-    remainder.copy_(bits.to(torch.int16))  # the lower 16 bits, as a number with a sign
-    weights.view(torch.int16).copy_((bits - remainder) >> 16)
+    lower.copy_(bits.to(torch.int16))  # the lower 16 bits, as a number with a sign
+    upper.view(torch.int16).copy_((bits - lower) >> 16)
 
 
 def cut_micro_batches(prompt_lengths, completion_lengths, num_generations, max_tokens):
@@ -1007,48 +928,47 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
     step they are the new ones themselves.
     """
     prompt_ids, prompt_mask, completion_ids, mask = batch
+    num_generations = len(mask) // len(prompt_ids)
     advantages = advantages.reshape(len(mask), -1).expand(mask.shape)  # (N, C)
+    names = "loss_type epsilon epsilon_high beta importance_sampling_level max_completion_length"
+    options = {name: getattr(config, name) for name in names.split()}
     # Gradients are averaged over ranks, so a total of the whole batch is divided by their number.
-    num_tokens = mean_tokens(mask)
-    options = dict(
-        num_sequences=len(mask), num_tokens=num_tokens, loss_type=config.loss_type,
-        epsilon=config.epsilon, epsilon_high=config.epsilon_high, beta=config.beta,
-        importance_sampling_level=config.importance_sampling_level,
-        max_completion_length=config.max_completion_length,
-    )  # fmt: skip
+    options |= dict(num_sequences=len(mask), num_tokens=mean_tokens(mask))
     if reference is None:  # then a group without advantages has no gradient at all: leave it out
         live = advantages.reshape(len(prompt_ids), -1).any(1)  # (B,)
-        live[0] |= not live.any()  # but one for backward to have something
-        rows = live.repeat_interleave(config.num_generations)  # (N,)
+        live[0] |= ~live.any()  # but one for backward to have something
+        rows = live.repeat_interleave(num_generations)  # (N,)
         prompt_ids, prompt_mask = prompt_ids[live], prompt_mask[live]
         completion_ids, mask, advantages = completion_ids[rows], mask[rows], advantages[rows]
     num_live, lengths = mean_tokens(mask), (prompt_mask.sum(1).cpu(), mask.sum(1).cpu())
     if not fast:  # then each completion runs with a prompt of its own
         lengths = 0 * lengths[0], lengths[0].max() + lengths[1]
-    budget = config.num_generations, config.micro_batch_tokens
-    micro_batches = cut_micro_batches(*lengths, *budget)
-    several, logprobs = len(micro_batches) > 1, logprobs_of(policy)
+    micro_batches = cut_micro_batches(*lengths, num_generations, config.micro_batch_tokens)
+    for param in optimizer.params:  # a sum of gradients in bfloat16 would lose small ones
+        param.grad_dtype = torch.float32 if len(micro_batches) > 1 else param.dtype
 
-    old_logps, ref_logps, totals = {}, {}, {}
+    # A sharded policy has an entry of its own, see `shard`.
+    logprobs = getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
+    old_logps, ref_logps, totals = {}, {}, collections.defaultdict(float)
     for iteration in range(config.num_iterations):
-        with optimizer.float32_sums() if several else contextlib.nullcontext():
-            for i, (prompts, rows) in enumerate(micro_batches):
-                inputs = prompt_ids[prompts], prompt_mask[prompts], completion_ids[rows], mask[rows]
-                inputs = crop(*inputs)
-                if iteration == 0 and reference is not None:
-                    ref_logps[i] = reference(*inputs)
-                logp = logprobs(*inputs, config.temperature, fast)
-                old_logp = old_logps.setdefault(i, logp.detach())  # that of the first iteration
-                terms = logp, old_logp, ref_logps.get(i), advantages[rows, : logp.shape[1]]
-                loss, metrics = grpo_loss(*terms, inputs[-1], **options)
-                loss.backward()
-                part = inputs[-1].sum() / num_live  # of the tokens that metrics are means over
-                values = {name: part * value for name, value in metrics.items()}
-                for name, value in dict(values, loss=loss.detach()).items():
-                    totals[name] = totals.get(name, 0) + value / config.num_iterations
+        for i, (prompts, rows) in enumerate(micro_batches):
+            inputs = prompt_ids[prompts], prompt_mask[prompts], completion_ids[rows], mask[rows]
+            inputs = crop(*inputs)
+            if iteration == 0 and reference is not None:
+                ref_logps[i] = reference(*inputs)
+            logp = logprobs(*inputs, config.temperature, fast)
+            old_logp = old_logps.setdefault(i, logp.detach())  # that of the first iteration
+            terms = logp, old_logp, ref_logps.get(i), advantages[rows, : logp.shape[1]]
+            loss, metrics = grpo_loss(*terms, inputs[-1], **options)
+            loss.backward()
+            share = inputs[-1].sum() / num_live  # of the tokens that metrics are means over
+            for name, value in metrics.items():
+                totals[name] += share * value / config.num_iterations
+            totals["loss"] += loss.detach() / config.num_iterations
         exchange_gradients(policy)
         totals["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
-    return {name: float(value) for name, value in totals.items()}
+    records = gather({name: float(total) for name, total in totals.items()})
+    return {name: sum(record[name] for record in records) / len(records) for name in totals}
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -1064,8 +984,8 @@ class Run:
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_token_ids: list[int]
-    fast: bool  # whether `token_logprobs` may share prompts
-    plain_cache: bool = True  # whether `generate` may
+    fast: bool = True  # whether `token_logprobs` may share prompts
+    sampler: Callable = generate  # or `generate_with_transformers`
     lora: torch.nn.Module | None = None  # peft's wrapper of the policy
     train_rows: list[dict] = dataclasses.field(default_factory=list)
     eval_rows: list[dict] = dataclasses.field(default_factory=list)
@@ -1080,17 +1000,15 @@ class Run:
         if ranks()[0] == 0:
             with open(self.output_dir / name, "a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
-            [self.track(row) for row in records if name == "metrics.jsonl"]
+            for row in records if name == "metrics.jsonl" else ():
+                self.track(row)
 
 
 def rollout(run, rows, num_generations, temperature):
     """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask (N, C)."""
     config, pad_token_id = run.config, run.tokenizer.pad_token_id
     prompts = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
-    sampler = generate if run.plain_cache else generate_with_transformers
-    if config.continuous_batching:
-        sampler = functools.partial(generate_with_transformers, continuous=True)
-    completion_ids = sampler(
+    completion_ids = run.sampler(
         run.policy, *prompts, num_generations, config.max_completion_length, run.eos_token_ids,
         pad_token_id, temperature, config.top_p, config.top_k,
     )  # fmt: skip
@@ -1098,10 +1016,10 @@ def rollout(run, rows, num_generations, temperature):
 
 
 def score_completions(run, rows, completion_ids, mask):
-    """What the completions of B rows are worth: texts, {name: scores (N,)}, rewards (N,), process.
+    """What the completions of B rows are worth: texts, {reward, rewards/<name>: (N,)}, steps.
 
-    NaN stands for not judged. `process`, for `process_advantages`, is None unless a reward
-    function gave a list, one number a step; then a single number belongs to the last step.
+    NaN stands for not judged. `steps`, for `process_advantages`, is None unless a reward function
+    gave a list, one number a step; then a single number belongs to the last step.
     """
     rows = [row for row in rows for _ in range(len(mask) // len(rows))]
     ids = [i[m].tolist() for i, m in zip(completion_ids.cpu(), mask.cpu(), strict=True)]
@@ -1119,11 +1037,12 @@ def score_completions(run, rows, completion_ids, mask):
         return math.nan if mean is None else mean
 
     scores = {name: torch.tensor([*map(number, values[name])]).float() for name in values}
-    rewards = sum(weight * scores[name].nan_to_num() for name, (_, weight) in run.rewards.items())
+    reward = sum(weight * scores[name].nan_to_num() for name, (_, weight) in run.rewards.items())
     unjudged = torch.stack([*scores.values()]).isnan().all(0)
-    rewards = rewards.masked_fill(unjudged, math.nan)
+    scores = {f"rewards/{name}": column for name, column in scores.items()}
+    scores = dict(reward=reward.masked_fill(unjudged, math.nan), **scores)
     if not any(isinstance(value, list) for column in values.values() for value in column):
-        return texts, scores, rewards, None
+        return texts, scores, None
 
     if run.config.scale_rewards == "batch":
         raise Error("--scale-rewards batch: rewards of single steps are scaled in their group")
@@ -1140,7 +1059,7 @@ def score_completions(run, rows, completion_ids, mask):
                 step_rewards[i][j] += weight * step
     for i in unjudged.nonzero()[:, 0].tolist():  # then there is nothing to normalise
         step_rewards[i], ends[i] = [], []
-    return texts, scores, rewards, (step_rewards, ends)
+    return texts, scores, (step_rewards, ends)
 
 
 def step_ends(tokenizer, ids, separator="\n"):
@@ -1179,31 +1098,30 @@ def train(config):
         # 2. sample G completions of each from the current policy
         *prompts, completion_ids, mask = rollout(run, rows, size, config.temperature)
         # 3. score them
-        texts, scores, rewards, process = score_completions(run, rows, completion_ids, mask)
+        texts, scores, process = score_completions(run, rows, completion_ids, mask)
         # 4. normalise the scores within each group
-        everyone = torch.cat(gather(rewards))  # of all ranks, as --scale-rewards batch wants it
-        if everyone.isnan().all():
-            raise Error(f"no completion was judged by {', '.join(scores)}: all returned None")
-        everyone = fill_unjudged(everyone, size)
-        advantages = group_advantages(everyone, size, config.scale_rewards)
-        advantages = advantages.chunk(world_size)[rank]
-        if process:
-            scale = dict(scale_rewards=config.scale_rewards)
-            advantages = process_advantages(*process, size, mask.shape[1], **scale)
-        # 5. ascend the clipped surrogate, held to the reference
-        middle = time.perf_counter()
         eos = torch.tensor(run.eos_token_ids, device=run.device)
         finished = torch.isin(completion_ids, eos).any(1, keepdim=True)  # (N, 1)
+        columns = scores | dict(length=mask.sum(1).cpu(), finished=finished[:, 0].cpu())
+        columns = concatenate(gather(columns))  # of all ranks: --scale-rewards batch wants them
+        if columns["reward"].isnan().all():
+            raise Error(f"no completion was judged by {', '.join(run.rewards)}: all returned None")
+        rewards = fill_unjudged(columns["reward"], size)
+        advantages = group_advantages(rewards, size, config.scale_rewards).chunk(world_size)[rank]
+        if process:
+            scale = config.scale_rewards
+            advantages = process_advantages(*process, size, mask.shape[1], scale_rewards=scale)
+        # 5. ascend the clipped surrogate, held to the reference
+        middle = time.perf_counter()
         batch = *prompts, completion_ids, (mask & finished if config.mask_truncated else mask)
         rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
         model = run.policy, reference, optimizer
         metrics = update(*model, config, rate, batch, advantages.to(run.device), run.fast)
         # 6. log, look, evaluate, save
         end = time.perf_counter()
-        seconds = dict(rollout_seconds=middle - start, update_seconds=end - middle)
-        record = dict(step=step, **rollout_metrics(mask, finished, scores, rewards, size))
-        record |= dict(metrics, learning_rate=rate, **seconds, step_seconds=end - start)
-        record = mean_over_ranks(record | dict(peak_memory_gb=peak_memory_gb()))
+        record = dict(step=step, **rollout_metrics(columns, size), **metrics, learning_rate=rate)
+        record |= dict(rollout_seconds=middle - start, update_seconds=end - middle)
+        record |= dict(step_seconds=end - start, peak_memory_gb=max(gather(peak_memory_gb())))
         run.log("metrics.jsonl", record)
         shown = dict(reward="reward", kl="kl", length="completion_length")
         bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
@@ -1211,7 +1129,7 @@ def train(config):
         last = step == config.max_steps
         run.stop = max(gather(run.stop))  # a signal to any rank stops them all
         if config.samples_every and (step % config.samples_every == 0 or step == 1):
-            show_samples(run, step, rows, texts, scores, rewards, advantages)
+            show_samples(run, step, rows, texts, scores, advantages)
         if config.eval_every and (step % config.eval_every == 0 or last):
             evaluate(run, step)
         if last or run.stop or config.save_every and step % config.save_every == 0:
@@ -1241,13 +1159,15 @@ def set_up(config):
         raise Error(f"--resume: with --beta above 0 it needs {reference}, the model as GRPO began")
     dtype = "float32" if world_size > 1 else config.dtype  # FSDP's shards are the masters
     loaded = load_model(dataclasses.replace(config, model=start, dtype=dtype), device)
-    shared = fast_path_holds(loaded[0]), has_plain_cache(loaded[0])
-    run = Run(config, device, rewards, *loaded, *shared, resumed=resumed)
+    sampler = generate if has_plain_cache(loaded[0]) else generate_with_transformers
+    if config.continuous_batching:
+        sampler = functools.partial(generate_with_transformers, continuous=True)
+    run = Run(config, device, rewards, *loaded, fast_path_holds(loaded[0]), sampler)
+    run.resumed = resumed
     transformers.set_seed(config.seed + rank)
     run.train_rows, run.eval_rows = encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
-    if len(run.train_rows) < config.prompts_per_step:
-        few = f"{len(run.train_rows)} prompts are fewer than --prompts-per-step"
-        raise Error(f"{few} {config.prompts_per_step}")
+    if (count := len(run.train_rows)) < config.prompts_per_step:
+        raise Error(f"{count} prompts are fewer than --prompts-per-step {config.prompts_per_step}")
     longest = max(len(row["ids"]) for row in run.train_rows + run.eval_rows)
     positions = getattr(run.policy.config.get_text_config(), "max_position_embeddings", None)
     if longest + config.max_completion_length > (positions or math.inf):
@@ -1258,20 +1178,60 @@ def set_up(config):
     if rank == 0:
         try:
             run.output_dir.mkdir(parents=True, exist_ok=True)
-            if (run.output_dir / "config.json").exists() and not config.resume:
-                raise Error(f"--output-dir {run.output_dir} holds a run: name another or --resume")
-            options = dataclasses.asdict(config) | dict(resume=None)
-            (run.output_dir / "config.json").write_text(json.dumps(options, indent=2))
+            with open(run.output_dir / "config.json", "w" if config.resume else "x") as file:
+                json.dump(dataclasses.asdict(config) | dict(resume=None), file, indent=2)
         except OSError as error:
-            raise Error(f"cannot write to --output-dir {run.output_dir}: {error}") from None
+            can = "cannot be written to, or holds a run: name another, or --resume it"
+            raise Error(f"--output-dir {can} ({error})") from None
         if config.report_to != "none":
             run.track, run.finish = tracker(run)
     size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
-    say(f"{config.model} ({size}) on {run.device}, {len(run.train_rows)} prompts")
+    say(f"{config.model} ({size}) on {run.device}, {count} prompts")
     if not run.fast:
         say(f"note: {type(run.policy).__name__} needs the plain path, slower, with more memory")
     say(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
     return run
+
+
+def fast_path_holds(model):
+    """Whether `token_logprobs` gives with `fast` what it gives without, in values and gradients.
+
+    Wrong log-probs are never an option, so every model is asked, on a few tokens: not all logits
+    are head(hidden) (Gemma 2 caps them, Cohere scales them), not every layer bears a shared cache.
+    """
+    vocabulary = min(1000, model.config.get_text_config().vocab_size)
+    ids = torch.randint(vocabulary, (6, 5), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(model.device)
+    batch = [ids[:2], torch.ones_like(ids[:2]).bool(), ids[2:], torch.ones_like(ids[2:]).bool()]
+    batch[1][0, :2] = False
+    head, results, products, hooks = model.get_output_embeddings(), [], [], []
+    try:
+        for fast in (False, True):
+            logp = token_logprobs(model, *batch, fast=fast)
+            gradient = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
+            results.append((logp, *gradient))
+        # On inputs so large that a cap shows even in a model whose logits are small.
+        hooks += [head.register_forward_pre_hook(lambda module, inputs: (1000 * inputs[0],))]
+        hooks += [head.register_forward_hook(lambda module, inputs, out: products.append(out))]
+        with torch.no_grad():
+            logits = model(ids).logits
+    except Exception:  # whatever a model raises that has no such cache or no such head
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-4
+    same = [(f - p).norm() <= tolerance * p.norm() for p, f in zip(*results, strict=True)]
+    capped = not torch.equal(logits.float(), products[0].float())
+    return all(same) and not capped and getattr(head, "bias", 0) is None  # LogProbs adds no bias
+
+
+def has_plain_cache(model):
+    """Whether the model's cache is keys and values alone, which can be repeated and cut by rows. A
+    state such as Mamba's cannot, and some forward methods ignore `past_key_values`."""
+    layers = DynamicCache(config=model.config).layers
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    return plain and "past_key_values" in inspect.signature(model.forward).parameters
 
 
 def prepare(run):
@@ -1306,9 +1266,9 @@ def freeze_reference(run):
         model = run.policy
     elif ranks()[1] > 1:  # a copy for each rank, of what the first one saved
         saved = dataclasses.replace(run.config, model=str(run.output_dir / "reference"))
-        model = load_model(saved, run.device)[0].requires_grad_(False)
+        model = load_model(saved, run.device)[0]
     else:
-        model = copy.deepcopy(run.policy).requires_grad_(False)
+        model = copy.deepcopy(run.policy)
 
     @torch.no_grad()
     def reference(*batch):
@@ -1319,7 +1279,11 @@ def freeze_reference(run):
 
 
 def sft(run):
-    """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS."""
+    """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS.
+
+    With one solution a prompt and an advantage of 1 for every token, the gradient of a GRPO update
+    without a reference is that of the mean log-prob, so this is `update` on given completions.
+    """
     config, optimizer, rows = run.config, MasterAdamW(run.policy), []
     for row in run.train_rows:
         text = row.get("solution") or row["answer"]
@@ -1333,23 +1297,16 @@ def sft(run):
     if not rows:
         raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
     (rank, world_size), size = ranks(), config.prompts_per_step * config.num_generations
+    likelihood = dict(loss_type="dapo", importance_sampling_level="token", temperature=1.0)
+    likelihood = dataclasses.replace(config, num_iterations=1, **likelihood)
     bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
     for step in bar:
         mine = prompt_batch(rows, step, size, config.seed)[rank::world_size]
         prompts = pad([row["ids"] for row in mine], 0, "left", run.device)
         batch = *prompts, *pad([row["solution_ids"] for row in mine], 0, "right", run.device)
-        lengths = (mask.sum(1).cpu() for mask in batch[1::2])
-        num_tokens = sum(gather(batch[3].sum().item())) / world_size  # ranks average gradients
-        total = 0.0
-        with optimizer.float32_sums():
-            for i, _ in cut_micro_batches(*lengths, 1, config.micro_batch_tokens):
-                inputs = crop(*(x[i] for x in batch))
-                loss = -logprobs_of(run.policy)(*inputs, fast=run.fast).sum() / num_tokens
-                loss.backward()
-                total += loss.item()
-        exchange_gradients(run.policy)
-        optimizer.step(config.sft_learning_rate, config.max_grad_norm)
-        bar.set_postfix(loss=f"{total:.3f}")
+        options = likelihood, config.sft_learning_rate, batch, torch.ones_like(batch[3])
+        metrics = update(run.policy, None, optimizer, *options, run.fast)
+        bar.set_postfix(loss=f"{metrics['entropy']:.3f}")
 
 
 def pass_at_k(num_samples, num_right, k):
@@ -1364,54 +1321,48 @@ def pass_at_k(num_samples, num_right, k):
 def evaluate(run, step):
     """Means over the held-out rows, logged: reward and scores of greedy completions and, with the
     accuracy reward, pass@1, 2, 4, … of sampled ones. Leaves the random state as it was."""
-    config, parts, right, count = run.config, [], [], run.config.eval_samples
+    config, (rank, world_size), count, parts = run.config, ranks(), run.config.eval_samples, []
     if not run.eval_rows:  # fewer than ten rows of data leave none to hold out
         return
+    accuracy = run.rewards.get("accuracy", [None])[0] is accuracy_reward
     size = max(1, config.prompts_per_step * config.num_generations // max(1, count))
+    mine = run.eval_rows[rank::world_size] or run.eval_rows[:1]
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-        torch.manual_seed(config.seed + ranks()[0])
-        mine = run.eval_rows[ranks()[0] :: ranks()[1]] or run.eval_rows[:1]
-        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-        for rows in tqdm(batches, "evaluating", leave=False, disable=ranks()[0] > 0):
-            _, scores, rewards, _ = score_completions(
-                run, rows, *rollout(run, rows, 1, temperature=0)[2:]
-            )
-            parts.append(dict(reward=rewards, **{f"rewards/{n}": v for n, v in scores.items()}))
-            if count and run.rewards.get("accuracy", [None])[0] is accuracy_reward:
+        torch.manual_seed(config.seed + rank)
+        for start in tqdm(range(0, len(mine), size), "evaluating", leave=False, disable=rank > 0):
+            rows = mine[start : start + size]
+            part = score_completions(run, rows, *rollout(run, rows, 1, temperature=0)[2:])[1]
+            if count and accuracy:
                 samples = rollout(run, rows, count, config.temperature)
-                scores = score_completions(run, rows, *samples[2:])[1]["accuracy"]
-                right += scores.view(len(rows), -1).sum(1).int().tolist()
-    parts, right = sum(gather(parts), []), sum(gather(right), [])
-    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    means = {f"eval/{name}": number_or_none(values.nanmean()) for name, values in columns.items()}
-    for k in (2**i for i in range(count.bit_length() if right else 0)):
-        means[f"eval/pass@{k}"] = sum(pass_at_k(count, n, k) for n in right) / len(right)
+                right = score_completions(run, rows, *samples[2:])[1]["rewards/accuracy"]
+                right = right.view(len(rows), count).sum(1).int().tolist()
+                for k in (2**i for i in range(count.bit_length())):
+                    part[f"pass@{k}"] = torch.tensor([pass_at_k(count, n, k) for n in right])
+            parts.append(part)
+    columns = concatenate(sum(gather(parts), [])).items()
+    means = {f"eval/{name}": number_or_none(column.nanmean()) for name, column in columns}
     run.log("metrics.jsonl", dict(step=step, **means))
 
 
-def rollout_metrics(mask, finished, scores, rewards, num_generations):
-    """What a row of metrics tells of the completions and their scores."""
-    groups = fill_unjudged(rewards, num_generations).view(-1, num_generations)
+def concatenate(parts):
+    """Dicts of columns -> the dict of whole columns."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def rollout_metrics(columns, num_generations):
+    """What a row of metrics tells of the completions of all ranks and of their scores."""
+    scores = {name: column for name, column in columns.items() if name.startswith("reward")}
+    groups = fill_unjudged(scores["reward"], num_generations).view(-1, num_generations)
     return dict(
-        reward=rewards.nanmean().item(), reward_std=groups.std(1).mean().item(),
-        **{f"rewards/{name}": number_or_none(v.nanmean()) for name, v in scores.items()},
-        **{f"unjudged/{n}": int(v.isnan().sum()) for n, v in scores.items() if v.isnan().any()},
-        completion_length=mask.sum(1).float().mean().item(), num_tokens=int(mask.sum()),
-        truncated_fraction=1 - finished.float().mean().item(),
+        **{name: number_or_none(column.nanmean()) for name, column in scores.items()},
+        **{name.replace("rewards/", "unjudged/"): int(c.isnan().sum())
+           for name, c in scores.items() if name != "reward" and c.isnan().any()},
+        reward_std=groups.std(1).mean().item(),
         zero_std_fraction=(groups.amax(1) == groups.amin(1)).float().mean().item(),
+        completion_length=columns["length"].float().mean().item(),
+        num_tokens=int(columns["length"].sum()),
+        truncated_fraction=1 - columns["finished"].float().mean().item(),
     )  # fmt: skip
-
-
-def mean_over_ranks(record):
-    """Metrics of all ranks: means, but sums of what is counted and the largest memory."""
-    records, mean = gather(record), {}
-    for name in dict.fromkeys(name for record in records for name in record):
-        values = [record[name] for record in records if record.get(name) is not None]
-        counted = name == "num_tokens" or name.startswith("unjudged/")
-        mean[name] = sum(values) / (1 if counted else len(values)) if values else None
-    return mean | dict(
-        step=record["step"], peak_memory_gb=max(r["peak_memory_gb"] for r in records)
-    )
 
 
 def peak_memory_gb():
@@ -1424,17 +1375,16 @@ def peak_memory_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def show_samples(run, step, rows, texts, scores, rewards, advantages):
+def show_samples(run, step, rows, texts, scores, advantages):
     """Print the first completions of as many prompts; all go to samples.jsonl."""
     group, records = run.config.num_generations, []
     for i, text in enumerate(texts):
         record = dict(step=step, prompt=rows[i // group]["text"], completion=text)
-        record |= {f"rewards/{name}": number_or_none(column[i]) for name, column in scores.items()}
-        record |= dict(reward=number_or_none(rewards[i]), advantage=advantages[i].tolist())
-        records.append(record)
+        record |= {name: number_or_none(column[i]) for name, column in scores.items()}
+        records.append(record | dict(advantage=advantages[i].tolist()))
     for i in range(0, len(texts), group)[:3]:
         prompt, completion = records[i]["prompt"][-80:], texts[i][:300]
-        say(f"step {step}  reward {rewards[i]:g}  {prompt!r} -> {completion!r}")
+        say(f"step {step}  reward {scores['reward'][i]:g}  {prompt!r} -> {completion!r}")
     run.log("samples.jsonl", *records)
 
 
@@ -1447,21 +1397,15 @@ def conclude(run):
     """Say what happened, in two lines -> the last row of evaluation."""
     rows = read_log(run.output_dir, "metrics.jsonl")
     evaluations = [row for row in rows if row.get("eval/reward") is not None]
-    history = [row["reward"] for row in rows if "reward" in row]
+    rewards = [row["reward"] for row in rows if "reward" in row]
     if evaluations:
-        kind, values = "accuracy", [row.get("eval/rewards/accuracy") for row in evaluations]
-        if None in values:
-            kind, values = "reward", [row["eval/reward"] for row in evaluations]
-        before, after = (format(values[i], ".0%" if kind == "accuracy" else ".2f") for i in (0, -1))
-        count, best = len(run.eval_rows), best_evaluated(rows)
-        print(
-            f"greedy {kind} on {count} held-out prompts: {before} before, {after} after, "
-            f"best at step {best}"
-        )
-    if history:
-        width = math.ceil(len(history) / 60)
-        parts = [history[i : i + width] for i in range(0, len(history), width)]
-        means = [sum(part) / len(part) for part in parts]
+        accuracy = evaluations[0].get("eval/rewards/accuracy") is not None
+        name, form = ("eval/rewards/accuracy", ".0%") if accuracy else ("eval/reward", ".2f")
+        before, after = (format(evaluations[i][name], form) for i in (0, -1))
+        greedy = f"greedy {name.split('/')[-1]} on {len(run.eval_rows)} held-out prompts"
+        print(f"{greedy}: {before} before, {after} after, best at step {best_evaluated(rows)}")
+    if rewards:
+        means = [part.mean() for part in numpy.array_split(rewards, min(60, len(rewards)))]
         low, high = min(means), max(means)
         bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
         print(f"mean sampled reward, step by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
@@ -1512,11 +1456,6 @@ def shard(policy, compute_dtype):
     policy.set_requires_gradient_sync(False)  # and gradients until `exchange_gradients`
     policy.token_logprobs = types.MethodType(token_logprobs, policy)
     fsdp.register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
-
-
-def logprobs_of(policy):
-    """`token_logprobs` of the policy, by the entry that FSDP watches if it is sharded."""
-    return getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
 
 
 def exchange_gradients(policy):
@@ -1583,7 +1522,7 @@ def save_checkpoint(run, optimizer, step):
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(run, temporary)
-        state = dict(step=step, optimizer=optimizer.state_dict(), random=random_state())
+        state = dict(step=step, optimizer=optimizer_state(optimizer), random=random_state())
         if ranks()[0] == 0:
             torch.save(state, temporary / "trainer_state.pt")
             files = [file for file in temporary.rglob("*") if file.is_file()]
@@ -1599,13 +1538,38 @@ def save_checkpoint(run, optimizer, step):
         text = f"cannot save {path}: {first_line(error)}; earlier checkpoints are as they were"
         raise Error(text) from None
     gather(None)
-    if ranks()[0]:
-        return
     say(f"saved {path}")
     best = best_evaluated(read_log(run.output_dir, "metrics.jsonl"))
     for old in checkpoints(run.output_dir)[run.config.keep_checkpoints :]:
-        if old.name != f"checkpoint-{best}":
+        if ranks()[0] == 0 and old.name != f"checkpoint-{best}":
             shutil.rmtree(old, ignore_errors=True)
+
+
+def optimizer_state(optimizer):
+    """Everything that a step depends on, whole, on the first rank's CPU."""
+
+    def save(tensor):
+        tensor = whole(tensor)  # from all ranks
+        return None if ranks()[0] else tensor.cpu()
+
+    rows = zip(optimizer.params, optimizer.state, strict=True)
+    tensors = [[save(x) for x in (param.data, *state)] for param, state in rows]
+    return dict(tensors=tensors, num_steps=optimizer.num_steps)
+
+
+@torch.no_grad()
+def restore_optimizer(optimizer, saved):
+    """What `optimizer_state` gave, on any number of ranks: masters and moments."""
+    optimizer.num_steps = saved["num_steps"]
+    rows = zip(optimizer.params, optimizer.state, saved["tensors"], strict=True)
+    for param, state, (weights, first, second, *lower) in rows:
+        master = join_halves(weights, *lower) if lower else weights
+        if len(state) > 2:
+            split_halves(master.to(param.device), param, state[2])
+        else:
+            param.copy_(shard_like(master, param))
+        state[0].copy_(shard_like(first, param))
+        state[1].copy_(shard_like(second, param))
 
 
 def digest(file):
@@ -1616,10 +1580,8 @@ def digest(file):
 
 def best_evaluated(rows):
     """The step of the best evaluation in rows of metrics, or None."""
-    rewards = {
-        row["step"]: row["eval/reward"] for row in rows if row.get("eval/reward") is not None
-    }
-    return max(rewards, key=rewards.get, default=None)
+    evaluations = [row for row in rows if row.get("eval/reward") is not None]
+    return max(evaluations, key=lambda row: row["eval/reward"], default={}).get("step")
 
 
 def checkpoints(output_dir):
@@ -1644,7 +1606,7 @@ def newest_checkpoint(output_dir):
 def restore(run, optimizer, path):
     """Weights, optimizer, random states and logs as they were when `path` was saved -> its step."""
     state = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=True, mmap=True)
-    optimizer.load_state_dict(state["optimizer"])
+    restore_optimizer(optimizer, state["optimizer"])
     for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
         rows = [row for row in read_log(run.output_dir, name) if row["step"] <= state["step"]]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -1679,34 +1641,34 @@ def random_state(state=None):
 
 
 def tracker(run):
-    """What is to be done with each row of metrics, and at the end, as --report-to says."""
+    """What --report-to does with each row of metrics, and at the end."""
     name = run.config.report_to
-    if name == "tensorboard":
-        import_optional("tensorboard", "--report-to tensorboard")
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
-
-        def log(record):
-            for name, value in record.items():
-                if value is not None:
-                    writer.add_scalar(name, value, record["step"])
-
-        return log, writer.close
     module = import_optional(name, f"--report-to {name}")
-    config = dataclasses.asdict(run.config)
-    module.init(project="grpo", name=run.output_dir.name, config=config)
-    return lambda record: module.log(record, step=record["step"]), module.finish
+    if name != "tensorboard":
+        config = dataclasses.asdict(run.config)
+        module.init(project="grpo", name=run.output_dir.name, config=config)
+        return lambda row: module.log(row, step=row["step"]), module.finish
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
+
+    def log(row):
+        for name, value in row.items():
+            if value is not None:
+                writer.add_scalar(name, value, row["step"])
+
+    return log, writer.close
 
 
 def heed_signals(run):
     """SIGINT and SIGTERM finish the step, save and exit; a second one ends the process at once."""
-    both = signal.SIGINT, signal.SIGTERM
 
     def ask(number, frame):
-        [signal.signal(other, signal.SIG_DFL) for other in both]
+        for other in both:
+            signal.signal(other, signal.SIG_DFL)
         run.stop = signal.Signals(number).name
         tqdm.write(f"{run.stop}: finishing the step and saving; once more to stop at once")
 
-    [signal.signal(number, ask) for number in both]
+    for number in (both := (signal.SIGINT, signal.SIGTERM)):
+        signal.signal(number, ask)
 
 
 # -------------------------------------------------------------------------- reading of answers
@@ -1916,7 +1878,7 @@ def language_reward(prompts, completions, script="LATIN", **columns):
 
 def code_reward(prompts, completions, tests, **columns):
     """1.0 where the last fenced Python block passes the data's `tests` (Python text, or a list of
-    such lines), else 0.0; None without tests. Needs `run_tests` and `SANDBOX`.
+    such lines), else 0.0; None without tests. Needs what follows, through `run_tests`.
 
     **No sandbox against malice.** The code runs in a process of its own, with limits on time,
     memory, processes and files and, on Linux where the kernel allows it, without network, in a
@@ -1929,96 +1891,76 @@ def code_reward(prompts, completions, tests, **columns):
     def passes(completion, test):
         blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", completion, re.DOTALL)
         test = test if isinstance(test, str) or test is None else "\n".join(test)
-        return None if test is None else float(bool(blocks) and run_tests(blocks[-1], test))
+        return None if test is None else float(bool(blocks) and run_tests(blocks[-1], test, words))
 
+    words = namespaces()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(passes, completions, tests))
 
 
-# Python that runs `code` and then `tests` of job.json, and then repeats what it reads from stdin.
-SANDBOX = r"""
-import ctypes, json, os, resource, sys
-job = json.load(open("job.json"))
-os.remove("job.json")
-libc, folder, root = ctypes.CDLL(None, use_errno=True), os.getcwd(), os.getuid() == 0
-def call(name, *args):
-    args = [ctypes.c_ulong(a) if type(a) is int else a and os.fsencode(a) for a in args]
-    if getattr(libc, name)(*args):
-        raise OSError(ctypes.get_errno(), name)
-def bind(path):
-    target = folder + path
-    if os.path.isdir(path):
-        os.makedirs(target)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        open(target, "w").close()
-    flags = os.statvfs(path).f_flag & 14  # nosuid, nodev, noexec must stay
-    call("mount", path, target, None, 4096, None)  # MS_BIND
-    call("mount", None, target, None, 4096 | 32 | 1 | flags, None)  # MS_REMOUNT, MS_RDONLY
-try:  # namespaces: mount, IPC, PID, network and, for an ordinary user, user
-    ids = os.getuid(), os.getgid()
-    call("unshare", 0x68020000 | (0 if root else 0x10000000))
-    if not root:
-        open("/proc/self/setgroups", "w").write("deny")
-        for name, number in zip(("uid_map", "gid_map"), ids):
-            open("/proc/self/" + name, "w").write(f"0 {number} 1")
-    call("mount", None, "/", None, 0x44000, None)  # MS_REC, MS_PRIVATE
-    call("mount", "tmpfs", folder, "tmpfs", 6, "size=64m,mode=777")
-    for path in job["visible"]:
-        bind(path)
-    os.mkdir(folder + "/proc")
-    os.chroot(folder)
-    os.chdir("/")
-except OSError:
-    root = False  # an ordinary process, then
-if pid := os.fork():
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)
-try:
-    call("mount", "proc", "/proc", "proc", 14, None)
-except OSError:
-    pass
-if root:
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-call("prctl", 1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: nothing outlives the process that is killed
-call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-limits = dict(CPU=job["seconds"] + 1, AS=job["bytes"], NPROC=64, FSIZE=2**20, NOFILE=64, CORE=0)
-for name, limit in limits.items():
+# A shell's words: make the folder that it stands in, read-only but for a small file system of its
+# own, all that the command after them sees.
+SANDBOX = """
+mount -t tmpfs -o nosuid,nodev,size=64m,mode=777 tmpfs . && cd "$PWD" && IFS=:
+for path in $VISIBLE; do
+    if [ ! -e "$path" ] || [ -e ".$path" ]; then continue; fi
+    if [ -d "$path" ]; then mkdir -p ".$path"; else mkdir -p ".${path%/*}" && : > ".$path"; fi
+    mount --bind "$path" ".$path" && mount -o remount,bind,ro ".$path" || exit
+done
+mkdir proc && mount -t proc proc proc && exec chroot . "$@"
+"""
+
+# Python that reads a job, runs its code and then its tests, and repeats what it can read after it.
+PROGRAM = """
+import json, os, resource
+source, out, null = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
+job = json.loads(open(0, "rb", 0, closefd=False).readline())
+for name, limit in job["limits"].items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-back, out, null = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
 for standard in (0, 1, 2):
     os.dup2(null, standard)
 scope = {"__name__": "__main__"}
-exec(compile(job["code"], "code", "exec"), scope)
-exec(compile(job["tests"], "tests", "exec"), scope)
-os.write(out, os.read(back, 32))
+for name in ("code", "tests"):
+    exec(compile(job[name], name, "exec"), scope)
+os.write(out, os.read(source, 32))
 os._exit(0)
 """
 
 
-def run_tests(code, tests, seconds=5, megabytes=512):
-    """Whether `code` and then `tests` run to their end within limits, in a process of their own.
+@functools.cache
+def namespaces():
+    """The words before a command that give it mount, IPC, PID and network namespaces and hide all
+    files but Python's and the system's libraries; where the kernel refuses, a parent of its own."""
+    root = os.getuid() == 0  # needs no user namespace, in which it would have no process limit
+    words = ["unshare", "--mount", "--ipc", "--net", "--pid", "--fork", "--kill-child"]
+    words += [*([] if root else ["--user", "--map-root-user"]), "sh", "-c", SANDBOX, "sh"]
+    words += ["setpriv", "--no-new-privs", "--bounding-set=-all"]
+    words += ["--reuid=65534", "--regid=65534", "--clear-groups"] if root else []
+    if run_tests("", "", words):
+        return words
+    say("note: the code reward runs without namespaces, which this system refuses: see the README")
+    return ["sh", "-c", '"$@"; exit', "sh"]
 
-    Read what `code_reward` says of safety.
-    """
-    secret = secrets.token_hex(16).encode()  # what only a run that reaches the end of tests repeats
-    visible = ["/usr", "/lib", "/lib64", "/bin", "/dev/null", sys.prefix, sys.base_prefix]
-    visible = [path for path in dict.fromkeys(visible) if os.path.exists(path)]
-    visible = [p for p in visible if not any(p != q and p.startswith(q + "/") for q in visible)]
-    job = dict(code=code, tests=tests, seconds=seconds, bytes=megabytes * 2**20, visible=visible)
+
+def run_tests(code, tests, words=(), seconds=5, megabytes=512):
+    """Whether `code` and then `tests` run to their end within limits, in a process of their own,
+    started by the command `words`. Read what `code_reward` says of safety."""
+    secret = secrets.token_hex(16)  # what only a run that reaches the end of tests repeats
+    limits = dict(CPU=seconds + 1, AS=megabytes * 2**20, NPROC=64, FSIZE=2**20, NOFILE=64, CORE=0)
+    job = json.dumps(dict(code=code, tests=tests, limits=limits)) + "\n" + secret
+    visible = f"/usr:/lib:/lib64:/bin:/dev/null:{sys.prefix}:{sys.base_prefix}"
+    command = [*words, os.path.abspath(sys.executable), "-I", "-c", PROGRAM]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
-        Path(folder, "job.json").write_text(json.dumps(job))
-        streams = dict(stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL)
-        own = dict(cwd=folder, env={}, start_new_session=True)
-        process = subprocess.Popen([sys.executable, "-I", "-c", SANDBOX], **streams, **own)
+        own = dict(cwd=folder, env=dict(PATH="/usr/sbin:/usr/bin:/sbin:/bin", VISIBLE=visible))
+        own |= dict(stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, start_new_session=True, **own)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(secret, timeout=seconds)
+            process.communicate(job.encode(), timeout=seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         output.seek(0)
-        return output.read(64) == secret
+        return output.read(64) == secret.encode()
 
 
 def reward_model(path, device):
@@ -2041,9 +1983,9 @@ def reward_model(path, device):
     def score_with_model(prompts, completions, messages=None, **columns):
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]
         if templated := bool(tokenizer.chat_template and messages):
-            render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
             answers = [[dict(role="assistant", content=text)] for text in completions]
-            texts = [render(m + a) for m, a in zip(messages, answers, strict=True)]
+            turns = [m + a for m, a in zip(messages, answers, strict=True)]
+            texts = tokenizer.apply_chat_template(turns, tokenize=False)
         scores, how = [], dict(padding=True, return_tensors="pt", add_special_tokens=not templated)
         for start in range(0, len(texts), 16):
             inputs = tokenizer(texts[start : start + 16], **how).to(device)
@@ -2075,18 +2017,18 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
     A completion whose call fails `attempts` times, or gets no "Score: N", is None, not 0: it is
     left out, counted, and the last failure is printed.
     """
-    model, at, url = target.partition("@")
-    if not (model and at and url.startswith(("http://", "https://"))):
+    model, _, url = target.partition("@")
+    if not model or not url.startswith(("http://", "https://")):
         raise ValueError("it takes judge:MODEL@http://HOST:PORT/v1")
-    url = url.rstrip("/") + "/chat/completions"
     headers = {"Content-Type": "application/json"}
-    if os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
 
-    def ask(content):
+    def ask(row):
         """The score, or in words why there is none."""
-        body = dict(model=model, temperature=0, messages=[dict(role="user", content=content)])
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        body = dict(role="user", content=JUDGE_PROMPT.format(*row))
+        body = json.dumps(dict(model=model, temperature=0, messages=[body])).encode()
+        request = urllib.request.Request(url.rstrip("/") + "/chat/completions", body, headers)
         for attempt in range(attempts):
             time.sleep(attempt and 0.25 * 2**attempt)
             try:
@@ -2102,9 +2044,8 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
     def score_with_judge(prompts, completions, messages=None, answer=None, **columns):
         questions = prompts if messages is None else [m[-1]["content"] for m in messages]
         references = ["" if a is None else a for a in answer or [None] * len(prompts)]
-        rows = zip(questions, references, completions, strict=True)
         with ThreadPoolExecutor(16) as pool:
-            replies = list(pool.map(ask, [JUDGE_PROMPT.format(*row) for row in rows]))
+            replies = list(pool.map(ask, zip(questions, references, completions, strict=True)))
         if failures := [reply for reply in replies if isinstance(reply, str)]:
             count = f"{len(failures)} of {len(replies)} calls of the judge failed"
             tqdm.write(f"{count}, the last with: {failures[-1]}")
@@ -2115,9 +2056,7 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
 
 REWARDS = dict(accuracy=accuracy_reward, format=format_reward, step=step_reward, code=code_reward)
 REWARDS_WITH_ARGUMENT = dict(  # text after the colon, device -> function
-    language=lambda script, device: (
-        lambda prompts, completions, **_: language_reward(prompts, completions, script or "LATIN")
-    ),
+    language=lambda script, _: functools.partial(language_reward, script=script or "LATIN"),
     reward_model=reward_model,
     judge=judge_reward,
 )
@@ -2132,30 +2071,24 @@ def load_rewards(specs, device="cpu"):
         try:
             if ".py:" in target:
                 path, _, name = target.rpartition(":")
-                function = run_file(path)[name]
+                function = runpy.run_path(path)[name]
             elif name in REWARDS and not argument:
                 function = REWARDS[name]
             else:
                 function = REWARDS_WITH_ARGUMENT[name](argument, device)
             rewards[name] = (function, 1.0 if weight is None else float(weight))
+        except Error:
+            raise
         except (KeyError, ValueError, OSError) as error:
             known = ", ".join([*REWARDS, *(f"{name}:…" for name in REWARDS_WITH_ARGUMENT)])
             known += " or FILE.py:FUNCTION, with =WEIGHT if not 1"
             raise Error(f"--reward {spec}: {first_line(error)}; it takes {known}") from None
+        except Exception as error:  # of the user's file
+            traceback.print_exc()
+            raise Error(f"--reward {spec}: {error!r}") from None
     if len(rewards) < len(specs) or not all(math.isfinite(w) for _, w in rewards.values()):
         raise Error(f"--reward {' '.join(specs)}: a name twice, or a weight that is not finite")
     return rewards
-
-
-def run_file(path):
-    """{name: value} of what a Python file defines."""
-    try:
-        return runpy.run_path(path)
-    except OSError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        raise Error(f"{path} failed: {error!r}") from None
 
 
 # -------------------------------------------------------------------------- built-in task and model

@@ -388,6 +388,8 @@ def test_metrics_are_means_over_unmasked_tokens():
     assert metrics["clip_fraction"].item() == pytest.approx(sum(clipped) / len(tokens))
     assert metrics["ratio_mean"].item() == pytest.approx(sum(ratios.values()) / len(tokens))
     assert metrics["kl"].item() == pytest.approx(sum(kl).item() / len(tokens))
+    entropy = -sum(logp[x] for x in tokens).item() / len(tokens)
+    assert metrics["entropy"].item() == pytest.approx(entropy)
 
 
 @pytest.mark.parametrize("loss_type, level", VARIANTS)
@@ -908,7 +910,7 @@ def gradient_of_update(config, model, reference, batch, advantages):
     seen = []
     step = optimizer.step
     optimizer.step = lambda *args: (
-        seen.append([optimizer.sums.get(p, p.grad).clone() for p in optimizer.params]),
+        seen.append([p.grad.clone() for p in optimizer.params]),
         step(*args),
     )[1]
     metrics = grpo.update(
@@ -1061,7 +1063,8 @@ def test_bfloat16_training_at_a_small_learning_rate_moves_the_masters_as_float32
                 p.grad = g.to(p.dtype)
         [optimizer.step(1e-6) for optimizer in optimizers]
         plain.step()
-    masters = [grpo.join_halves(*pair) for pair in optimizers[1].remainders.items()]
+    rows = zip(half.parameters(), optimizers[1].state)
+    masters = [grpo.join_halves(p.data, state[2]) for p, state in rows]
     models = single.parameters(), half.parameters(), start.parameters()
     for master, p, h, s in zip(masters, *models):
         assert master.dtype == torch.float32 and torch.equal(master, p.data)
@@ -1147,9 +1150,8 @@ def test_the_dtype_is_the_one_asked_for(tmp_path):
                 Config(model=str(tmp_path), dtype=asked), torch.device("cpu")
             )
             assert model.dtype == getattr(torch, asked)
-            assert len(MasterAdamW(model).remainders) == (
-                0 if asked == "float32" else len(list(model.parameters()))
-            )
+            halves = {len(state) > 2 for state in MasterAdamW(model).state}
+            assert halves == {asked == "bfloat16"}
 
 
 # --------------------------------------------------------------------------- options, prompts, rewards
@@ -1403,14 +1405,12 @@ def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_o
     run = run_of(Config(prompt_template="{question}"), rewards)
     rows = grpo.encode_prompts([{"prompt": "1+1=", "answer": "2"}], run)
     ids = torch.tensor([run.tokenizer("2")["input_ids"] + [0, 0], [2, 3, 4]])
-    texts, scores, rewards, steps = grpo.score_completions(
-        run, rows, ids, completion_mask(ids, [0])
-    )
-    assert steps is None and texts == ["2", "012"] and rewards.tolist() == [2.5, 0.0]
-    assert scores["half_judged"][0] == 2 / 2 and scores["half_judged"][1].isnan()
+    texts, scores, steps = grpo.score_completions(run, rows, ids, completion_mask(ids, [0]))
+    assert steps is None and texts == ["2", "012"] and scores["reward"].tolist() == [2.5, 0.0]
+    assert scores["rewards/half_judged"][0] == 1 and scores["rewards/half_judged"][1].isnan()
     run.rewards.pop("accuracy")  # then nobody judges the second
-    _, _, rewards, _ = grpo.score_completions(run, rows, ids, completion_mask(ids, [0]))
-    assert rewards[0] == 2.0 and rewards[1].isnan()
+    reward = grpo.score_completions(run, rows, ids, completion_mask(ids, [0]))[1]["reward"]
+    assert reward[0] == 2.0 and reward[1].isnan()
 
 
 # ----------------------------------------------------------------------------------------- whole runs
@@ -1563,14 +1563,14 @@ def test_supervised_steps_fit_solution_and_eos_and_nothing_else(monkeypatch):
         grpo, "token_logprobs", lambda *a, **k: (seen.append(a), original(*a, **k))[1]
     )
     gradients, step = [], MasterAdamW.step
-    record = lambda self, *a: (gradients.extend(p.grad for p in self.params), step(self, *a))  # noqa: E731
+    record = lambda self, *a: (gradients.extend(p.grad for p in self.params), step(self, *a))[1]  # noqa: E731
     monkeypatch.setattr(MasterAdamW, "step", record)
     before = copy.deepcopy(run.policy)
     grpo.sft(run)
-    ((_, prompt_ids, prompt_mask, completion_ids, mask),) = seen
+    ((_, prompt_ids, prompt_mask, completion_ids, mask, *_),) = seen
     assert completion_ids.tolist() == [run.tokenizer("12")["input_ids"] + [0]] * 4 and mask.all()
     assert sorted(run.tokenizer.batch_decode(prompt_ids)) == [f"{i}+1=" for i in range(4)]
-    logp = [slow_logprobs(m, *seen[0][1:], 1.0).mean() for m in (before, run.policy)]
+    logp = [slow_logprobs(m, *seen[0][1:5], 1.0).mean() for m in (before, run.policy)]
     assert logp[1] > logp[0]
     expected = torch.autograd.grad(-logp[0], list(before.parameters()))  # the mean over all tokens
     for x, y in zip(gradients, expected, strict=True):
@@ -1583,7 +1583,7 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch
     options = "--max-completion-length 2 --sft-steps 10 --mask-truncated --prompts-per-step 16"
     train(tmp_path / "run", QUICK, options)
     rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
-    for (ids, mask), row in zip(masks, rows):
+    for (ids, mask), row in zip(masks[10:], rows, strict=True):  # the first ten were supervised
         finished = (ids == 0).any(1)
         assert (mask.any(1) == finished).all() and 0 < finished.sum() < len(ids)
         assert row["truncated_fraction"] == pytest.approx(1 - finished.float().mean().item())
@@ -1745,16 +1745,17 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
     rows = grpo.encode_prompts([{"prompt": "1+1=", "answer": "2"}], run)
     ids = [run.tokenizer(text)["input_ids"] + [0] for text in ("1\n2", "\n")]
     ids, mask = grpo.pad(ids, 0, "right", "cpu")
-    texts, scores, rewards, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
+    texts, scores, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
     assert step_rewards == [[2.0, 0.0 + 1.0], [0.0]] and ends == [
         [1, 3],
         [1],
     ]  # accuracy is the last step's
-    assert scores["each_line"].tolist() == [0.5, 0.0] and rewards.tolist() == [2.0, 0.0]
+    assert scores["rewards/each_line"].tolist() == [0.5, 0.0]
+    assert scores["reward"].tolist() == [2.0, 0.0]
     # A completion that nobody judges has no steps to normalise, so its tokens have no advantage.
     run.rewards = grpo.load_rewards([f"{tmp_path}/steps.py:first_alone"])
-    *_, rewards, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
-    assert (step_rewards, ends) == ([[1.0, 2.0], []], [[1, 3], []]) and rewards[1].isnan()
+    _, scores, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
+    assert (step_rewards, ends) == ([[1.0, 2.0], []], [[1, 3], []]) and scores["reward"][1].isnan()
     none = grpo.process_advantages(step_rewards, ends, 2, 4, scale_rewards="none")
     assert none.tolist() == [[0.0, 0.0, 0.5, 0.5], [0.0] * 4]
     run.config = Config(prompt_template="{question}", scale_rewards="batch")
@@ -1810,7 +1811,7 @@ def test_code_reward_of_good_code():
 @pytest.mark.parametrize("name", BAD_CODE)
 def test_code_that_does_not_pass_is_stopped_in_time(name):
     start = time.perf_counter()
-    assert grpo.run_tests(BAD_CODE[name], TESTS, seconds=2) is False
+    assert grpo.run_tests(BAD_CODE[name], TESTS, grpo.namespaces(), seconds=2) is False
     assert time.perf_counter() - start < 4
 
 
@@ -1822,7 +1823,7 @@ def test_code_runs_side_by_side():
 
 def sees(code):
     """Whether code that raises unless it finds what it looks for runs to its end."""
-    return grpo.run_tests(code, "", seconds=4)
+    return grpo.run_tests(code, "", grpo.namespaces(), seconds=4)
 
 
 NAMESPACES = sees("import os; assert os.getpid() == 1")
@@ -2196,15 +2197,23 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
     assert grpo.best_evaluated([{"step": 1}]) is None
 
 
-def test_metrics_of_ranks_are_averaged_over_those_that_have_them(monkeypatch):
-    common = {"step": 3, "peak_memory_gb": 2.0}
-    one = {"reward": 1.0, "rewards/a": None, "num_tokens": 5, "unjudged/a": 4}
-    two = {"reward": 0.5, "rewards/a": 0.4, "num_tokens": 7, "unjudged/a": 1, "peak_memory_gb": 1.0}
-    records = [common | one, common | two]
-    monkeypatch.setattr(grpo, "gather", lambda record: records)
-    mean = grpo.mean_over_ranks(records[0])
-    both = {"reward": 0.75, "rewards/a": 0.4, "num_tokens": 12, "unjudged/a": 5}
-    assert mean == common | both
+def test_metrics_of_a_rollout_are_means_over_all_ranks_and_those_who_judged():
+    nan = math.nan
+    mine = {
+        "reward": [1.0, 0.0, nan, 1.0],
+        "rewards/a": [1.0, 0.0, nan, 1.0],
+        "rewards/b": [nan] * 4,
+    }
+    theirs = {"reward": [3.0, 3.0], "rewards/a": [3.0, 3.0], "rewards/b": [nan] * 2}
+    mine |= {"length": [4, 4, 2, 2], "finished": [True, True, True, False]}
+    theirs |= {"length": [3, 3], "finished": [False, True]}
+    parts = [{name: torch.tensor(x) for name, x in part.items()} for part in (mine, theirs)]
+    metrics = grpo.rollout_metrics(grpo.concatenate(parts), 2)
+    assert metrics == pytest.approx({
+        "reward": 8 / 5, "rewards/a": 8 / 5, "rewards/b": None, "unjudged/a": 1, "unjudged/b": 6,
+        "reward_std": 0.5**0.5 / 3, "zero_std_fraction": 2 / 3, "completion_length": 3.0,
+        "num_tokens": 18, "truncated_fraction": 2 / 6,
+    })  # fmt: skip
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
@@ -2238,11 +2247,10 @@ for loss_type, level in t.VARIANTS:
         return step(optimizer, *args)
     optimizer.step = record
     metrics = grpo.update(model, t.frozen(reference), optimizer, config, 1e-3, mine, advantages[rows], True)
-    metrics = grpo.mean_over_ranks(dict(metrics, step=1, num_tokens=0, peak_memory_gb=0))
     results[loss_type, level, "metrics"] = metrics
-    state = grpo.gather(optimizer.state_dict())[0]  # the first rank's, as a checkpoint has it
-    optimizer.load_state_dict(state)
-    again = grpo.gather(optimizer.state_dict())[0]
+    state = grpo.gather(grpo.optimizer_state(optimizer))[0]  # the first rank's, as a checkpoint has it
+    grpo.restore_optimizer(optimizer, state)
+    again = grpo.gather(grpo.optimizer_state(optimizer))[0]
     for a, b in zip(again["tensors"], state["tensors"], strict=True):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b))
 if rank == 0:
