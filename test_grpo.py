@@ -57,30 +57,51 @@ from grpo import (
 torch.set_num_threads(2)
 
 
+@pytest.fixture
+def spy(monkeypatch):
+    """spy(name): a list that fills with the arguments of all calls of a function of grpo.py."""
+
+    def watch(name):
+        calls, original = [], getattr(grpo, name)
+        monkeypatch.setattr(grpo, name, lambda *a, **k: (calls.append(a), original(*a, **k))[1])
+        return calls
+
+    return watch
+
+
 # ------------------------------------------------------------------------------- worked examples
 
 
-@pytest.mark.parametrize(
-    "rewards, num_generations, expected",
-    [
-        (
-            [1, 0, 0, 1, 0, 0, 1, 1],
-            4,
-            [0.8660, -0.8660, -0.8660, 0.8660, -0.8660, -0.8660, 0.8660, 0.8660],
-        ),
-        (
-            [1, 0, 0, 1, 1, 0, 0, 1],
-            8,
-            [0.9354, -0.9354, -0.9354, 0.9354, 0.9354, -0.9354, -0.9354, 0.9354],
-        ),
-        (
-            [1, 1, 1, 1, 0, 0, 0, 1],
-            4,
-            [0, 0, 0, 0, -0.5, -0.5, -0.5, 1.5],
-        ),  # the group, not the batch
-        ([3, 5], 2, [-0.7071, 0.7071]),
-    ],
-)
+HIGH, MORE = 0.8660, 0.9354  # 0.5 / 0.5774 and 0.5 / 0.5345
+ADVANTAGES = [  # rewards, G, advantages
+    ([1, 0, 0, 1, 0, 0, 1, 1], 4, [HIGH, -HIGH, -HIGH, HIGH, -HIGH, -HIGH, HIGH, HIGH]),
+    ([1, 0, 0, 1, 1, 0, 0, 1], 8, [MORE, -MORE, -MORE, MORE, MORE, -MORE, -MORE, MORE]),
+    ([1, 1, 1, 1, 0, 0, 0, 1], 4, [0, 0, 0, 0, -0.5, -0.5, -0.5, 1.5]),  # by group, not by batch
+    ([3, 5], 2, [-0.7071, 0.7071]),
+]
+RATIOS = [
+    (0.9, 0.5, 1.8, 1.2),
+    (0.2, 0.5, 0.4, 0.8),
+    (0.7, 0.5, 1.4, 1.2),
+]  # new, old, ratio, clipped
+REWARDS = [  # question, answer, completions, rewards
+    ("Calculate 2 + 2 × 6", "14", ["14", "16", "10"], [1, 0, 0]),
+    ("Solve y = 2x + 1 for x = 2, y = ", "5", ["5", "6", "7", "5", "5.0"], [1, 0, 0, 1, 1]),
+    ("Solve y = 2x + 1 for x = 4, y = ", "9", ["10", "2", "9", "9"], [0, 0, 1, 1]),
+]
+MASKS = [  # ids, EOS ids, mask
+    ([5, 6, 7], [2], [1, 1, 1]),  # no EOS
+    ([2, 6, 7], [2], [1, 0, 0]),  # the first token
+    ([5, 6, 2], [2], [1, 1, 1]),  # the last
+    ([5, 2, 2], [2], [1, 1, 0]),  # pad == EOS, or repeated: the first is learnt, the rest is not
+    ([5, 2, 6], [2], [1, 1, 0]),  # filler after the end
+    ([5, 3, 2], [2, 3], [1, 1, 0]),  # several EOS ids
+    ([5, 3, 2], 2, [1, 1, 1]),  # one, as a number
+    ([5, 3, 2], [], [1, 1, 1]),  # none
+]
+
+
+@pytest.mark.parametrize("rewards, num_generations, expected", ADVANTAGES)
 def test_advantages_of_worked_examples(rewards, num_generations, expected):
     found = group_advantages(torch.tensor(rewards, dtype=torch.float32), num_generations)
     torch.testing.assert_close(found, torch.tensor(expected), atol=5e-5, rtol=0)
@@ -93,19 +114,13 @@ def test_equal_rewards_have_exactly_no_advantage(value, scale_rewards):
     assert group_advantages(rewards, 8, scale_rewards)[:8].tolist() == [0.0] * 8
 
 
-@pytest.mark.parametrize(
-    "new, old, ratio, clipped", [(0.9, 0.5, 1.8, 1.2), (0.2, 0.5, 0.4, 0.8), (0.7, 0.5, 1.4, 1.2)]
-)
+@pytest.mark.parametrize("new, old, ratio, clipped", RATIOS)
 def test_ratio_and_clip_of_worked_examples(new, old, ratio, clipped):
     new, old, mask = torch.tensor([[new]]).log(), torch.tensor([[old]]).log(), torch.ones(1, 1)
     assert importance_ratio(new, old, mask).item() == pytest.approx(ratio, rel=1e-5)
     side = 1.0 if ratio > 1 else -1.0  # the sign of A for which the clipped side is the smaller
-    assert clipped_surrogate(new, old, torch.tensor([side])).item() == pytest.approx(
-        side * clipped, rel=1e-5
-    )
-    assert clipped_surrogate(new, old, torch.tensor([-side])).item() == pytest.approx(
-        -side * ratio, rel=1e-5
-    )
+    found = [clipped_surrogate(new, old, torch.tensor([A])).item() for A in (side, -side)]
+    assert found == pytest.approx([side * clipped, -side * ratio], rel=1e-5)
 
 
 def test_clip_higher_moves_the_upper_bound_alone():
@@ -126,35 +141,10 @@ def test_surrogate_of_worked_example():
     torch.testing.assert_close(found, torch.tensor([[1.1225], [-1.3096]]), atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "question, answer, completions, expected",
-    [
-        ("Calculate 2 + 2 × 6", "14", ["14", "16", "10"], [1, 0, 0]),
-        ("Solve y = 2x + 1 for x = 2, y = ", "5", ["5", "6", "7", "5", "5.0"], [1, 0, 0, 1, 1]),
-        ("Solve y = 2x + 1 for x = 4, y = ", "9", ["10", "2", "9", "9"], [0, 0, 1, 1]),
-    ],
-)
+@pytest.mark.parametrize("question, answer, completions, expected", REWARDS)
 def test_accuracy_of_worked_examples(question, answer, completions, expected):
-    assert (
-        accuracy_reward([question] * len(completions), completions, [answer] * len(completions))
-        == expected
-    )
-
-
-MASKS = [  # ids, EOS ids, mask
-    ([5, 6, 7], [2], [1, 1, 1]),  # no EOS
-    ([2, 6, 7], [2], [1, 0, 0]),  # the first token
-    ([5, 6, 2], [2], [1, 1, 1]),  # the last
-    (
-        [5, 2, 2],
-        [2],
-        [1, 1, 0],
-    ),  # pad == EOS, or repeated: the first one is learnt, the rest is not
-    ([5, 2, 6], [2], [1, 1, 0]),  # filler after the end
-    ([5, 3, 2], [2, 3], [1, 1, 0]),  # several EOS ids
-    ([5, 3, 2], 2, [1, 1, 1]),  # one, as a number
-    ([5, 3, 2], [], [1, 1, 1]),  # none
-]
+    count = len(completions)
+    assert accuracy_reward([question] * count, completions, [answer] * count) == expected
 
 
 @pytest.mark.parametrize("ids, eos_token_ids, expected", MASKS)
@@ -220,11 +210,8 @@ def test_different_answers_do_not(answer, gold):
 
 
 def test_missing_answers_match_nothing():
-    assert (
-        not answers_match(None, "1")
-        and not answers_match("1", None)
-        and not answers_match(None, None)
-    )
+    pairs = [(None, "1"), ("1", None), (None, None)]
+    assert not any(answers_match(answer, gold) for answer, gold in pairs)
 
 
 BAD_TEXTS = {
@@ -251,9 +238,7 @@ def test_hostile_texts_cost_milliseconds(name):
     assert accuracy_reward([""], [BAD_TEXTS[name]], ["7"]) == [0.0]
     assert format_reward([""], [BAD_TEXTS[name]]) == [0.0]
     answers_match(BAD_TEXTS[name], BAD_TEXTS[name])
-    assert (
-        time.perf_counter() - start < 0.5
-    )  # a thousandfold of what a quadratic scan would stay under
+    assert time.perf_counter() - start < 0.5  # a quadratic scan would take minutes
 
 
 @settings(max_examples=300, deadline=None)
@@ -273,20 +258,20 @@ def test_equal_fractions_match_and_others_do_not(value, factor):
     assert not answers_match(latex, str(value + 1))
 
 
-@pytest.mark.parametrize(
-    "prompt, completion, expected",
-    [
-        ("", "<think>a</think>b", 1.0),
-        ("", " <think>\na\n</think>\n\nb ", 1.0),
-        ("<think>\n", "a</think>b", 1.0),
-        ("", "a</think>b", 0.0),
-        ("", "<think>a</think>", 0.0),
-        ("", "<think>a", 0.0),
-        ("", "x<think>a</think>b", 0.0),
-        ("", "<think>a</think>b<think>c</think>d", 0.0),
-        ("", "</think>b<think>", 0.0),
-    ],
-)
+FORMATS = [
+    ("", "<think>a</think>b", 1.0),
+    ("", " <think>\na\n</think>\n\nb ", 1.0),
+    ("<think>\n", "a</think>b", 1.0),
+    ("", "a</think>b", 0.0),
+    ("", "<think>a</think>", 0.0),
+    ("", "<think>a", 0.0),
+    ("", "x<think>a</think>b", 0.0),
+    ("", "<think>a</think>b<think>c</think>d", 0.0),
+    ("", "</think>b<think>", 0.0),
+]
+
+
+@pytest.mark.parametrize("prompt, completion, expected", FORMATS)
 def test_format_reward(prompt, completion, expected):
     assert format_reward([prompt], [completion]) == [expected]
 
@@ -326,14 +311,11 @@ def slow_grpo_loss(
 def random_batch(n=6, c=5, seed=0, per_token=False):
     """Log-probs far enough from each other that some ratios are clipped; one row is all masked."""
     generator = torch.Generator().manual_seed(seed)
-    logp, noise, ref = (
-        torch.randn(n, c, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
+    normal = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    logp, noise, ref = (normal(n, c) for _ in range(3))
     mask = torch.arange(c) < torch.randint(1, c + 1, (n, 1), generator=generator)
     mask[n // 2] = False
-    advantages = torch.randn(
-        (n, c) if per_token else (n,), generator=generator, dtype=torch.float64
-    )
+    advantages = normal((n, c) if per_token else (n,))
     return logp - 2, logp - 2 + 0.3 * noise, logp - 2 + 0.5 * ref, advantages, mask
 
 
@@ -342,31 +324,13 @@ VARIANTS = list(itertools.product(LOSS_TYPES, LEVELS))
 
 
 @pytest.mark.parametrize("loss_type, level", VARIANTS)
-@pytest.mark.parametrize(
-    "with_reference, high, per_token",
-    [(True, 0.2, False), (False, 0.28, False), (True, 0.28, True)],
-)
-def test_loss_and_gradient_are_those_of_the_loops(
-    loss_type, level, with_reference, high, per_token
-):
+@pytest.mark.parametrize("referred, high, per_token", [(1, 0.2, 0), (0, 0.28, 0), (1, 0.28, 1)])
+def test_loss_and_gradient_are_those_of_the_loops(loss_type, level, referred, high, per_token):
     logp, old_logp, ref_logp, advantages, mask = random_batch(per_token=per_token)
-    ref_logp = ref_logp if with_reference else None
-    logp.requires_grad_()
+    batch = logp.requires_grad_(), old_logp, ref_logp if referred else None, advantages, mask
     options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9)
-    loss, metrics = grpo_loss(
-        logp,
-        old_logp,
-        ref_logp,
-        advantages,
-        mask,
-        epsilon=0.2,
-        epsilon_high=high,
-        beta=0.1,
-        **options,
-    )
-    slow = slow_grpo_loss(
-        logp, old_logp, ref_logp, advantages, mask, 0.2, high, 0.1, loss_type, level, 9
-    )
+    loss, metrics = grpo_loss(*batch, epsilon=0.2, epsilon_high=high, beta=0.1, **options)
+    slow = slow_grpo_loss(*batch, 0.2, high, 0.1, loss_type, level, 9)
     torch.testing.assert_close(loss, slow, atol=1e-12, rtol=0)
     gradients = [torch.autograd.grad(x, logp, retain_graph=True)[0] for x in (loss, slow)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
@@ -379,10 +343,8 @@ def test_metrics_are_means_over_unmasked_tokens():
     _, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, mask, epsilon_high=0.4)
     tokens = [(i, t) for i in range(len(mask)) for t in range(mask.shape[1]) if mask[i, t]]
     ratios = {x: math.exp(logp[x] - old_logp[x]) for x in tokens}
-    clipped = [
-        (r > 1.4 and advantages[i] > 0) or (r < 0.8 and advantages[i] < 0)
-        for (i, _), r in ratios.items()
-    ]
+    signed = [(r, advantages[i]) for (i, _), r in ratios.items()]
+    clipped = [(r > 1.4 and sign > 0) or (r < 0.8 and sign < 0) for r, sign in signed]
     kl = [math.exp(ref_logp[x] - logp[x]) - (ref_logp[x] - logp[x]) - 1 for x in tokens]
     assert 0 < sum(clipped) < len(tokens)
     assert metrics["clip_fraction"].item() == pytest.approx(sum(clipped) / len(tokens))
@@ -411,11 +373,7 @@ def test_on_policy_gradient_is_reinforce_with_the_group_as_baseline(loss_type, l
     options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9)
     loss, metrics = grpo_loss(logp.requires_grad_(), None, None, advantages, mask, **options)
     (gradient,) = torch.autograd.grad(loss, logp)
-    normaliser = {
-        "grpo": 6 * mask.sum(1, keepdim=True).clamp(min=1),
-        "dapo": mask.sum(),
-        "dr_grpo": 6 * 9,
-    }
+    normaliser = dict(grpo=6 * mask.sum(1, keepdim=True).clamp(min=1), dapo=mask.sum(), dr_grpo=54)
     torch.testing.assert_close(gradient, -advantages[:, None] * mask / normaliser[loss_type])
     assert metrics["ratio_mean"] == 1 and metrics["clip_fraction"] == 0 and metrics["kl"] == 0
 
@@ -427,11 +385,9 @@ def test_losses_of_micro_batches_add_up_to_the_loss_of_the_batch(loss_type, leve
     options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=9)
     whole = grpo_loss(*batch, **options)[0]
     totals = dict(num_sequences=8, num_tokens=batch[-1].sum())
-    parts = [
-        grpo_loss(*(x[i : i + 8 // cuts] for x in batch), **options, **totals)[0]
-        for i in range(0, 8, 8 // cuts)
-    ]
-    torch.testing.assert_close(sum(parts), whole, atol=1e-12, rtol=0)
+    parts = zip(*(x.chunk(cuts) for x in batch))
+    losses = [grpo_loss(*part, **options, **totals)[0] for part in parts]
+    torch.testing.assert_close(sum(losses), whole, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("loss_type, level", VARIANTS)
@@ -450,10 +406,9 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(loss_type, level, under
 
 def test_a_batch_that_is_all_masked_gives_zero():
     logp, old_logp, ref_logp, advantages, mask = random_batch()
+    batch = logp, old_logp, ref_logp, advantages, mask & False
     for loss_type in LOSS_TYPES:
-        loss, metrics = grpo_loss(
-            logp, old_logp, ref_logp, advantages, mask & False, loss_type=loss_type
-        )
+        loss, metrics = grpo_loss(*batch, loss_type=loss_type)
         assert loss == 0 and all(value == 0 for value in metrics.values())
 
 
@@ -461,10 +416,9 @@ def test_half_precision_logps_give_a_float32_loss():
     logp, old_logp, ref_logp, advantages, mask = random_batch()
     half = [x.bfloat16() for x in (logp, old_logp, ref_logp)]
     loss = grpo_loss(*half, advantages.float(), mask)[0]
+    expected = grpo_loss(*(x.float() for x in half), advantages.float(), mask)[0]
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(
-        loss, grpo_loss(*(x.float() for x in half), advantages.float(), mask)[0]
-    )
+    torch.testing.assert_close(loss, expected)
     far_off = kl_k3(torch.tensor([-30.0]).bfloat16(), torch.tensor([-5.0]).bfloat16())
     assert far_off.item() == pytest.approx(math.exp(25) - 26, rel=1e-6)
 
@@ -472,12 +426,10 @@ def test_half_precision_logps_give_a_float32_loss():
 def test_k3_is_an_unbiased_estimate_of_the_divergence():
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     k3 = kl_k3(policy.log(), reference.log())
-    assert (policy * k3).sum().item() == pytest.approx(
-        (policy * (policy / reference).log()).sum().item(), rel=1e-5
-    )
-    assert (k3 >= 0).all() and kl_k3(
-        torch.tensor(-1.0), torch.tensor(-1.0 - 1e-4)
-    ).item() == pytest.approx(5e-9, rel=1e-2)
+    divergence = (policy * (policy / reference).log()).sum().item()
+    assert (policy * k3).sum().item() == pytest.approx(divergence, rel=1e-5) and (k3 >= 0).all()
+    nearly_equal = kl_k3(torch.tensor(-1.0), torch.tensor(-1.0 - 1e-4))
+    assert nearly_equal.item() == pytest.approx(5e-9, rel=1e-2)
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
@@ -492,10 +444,9 @@ def test_advantages_are_those_of_the_loop(scale_rewards):
         middle = sum(of) / len(of)
         std = math.sqrt(sum((r - middle) ** 2 for r in of) / (len(of) - 1))
         expected += [(r - mean) / (1 if scale_rewards == "none" else std + 1e-8) for r in group]
+    expected = torch.tensor(expected, dtype=torch.float64)
     found = group_advantages(rewards, 4, scale_rewards)
-    torch.testing.assert_close(
-        found, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0
-    )
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("num_rewards, num_generations", [(4, 1), (4, 0), (5, 2), (4, 8)])
@@ -526,44 +477,24 @@ def test_pure_functions_leave_their_inputs_alone():
 
 def tiny_model(kind, seed=0, **options):
     """A random model of a real architecture, small enough for loops."""
-    shape = dict(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+    shape = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    shape |= dict(pad_token_id=0, eos_token_id=1, initializer_range=0.3)
+    gpt2 = dict(
+        vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3
     )
-    shape |= dict(
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=1,
-        initializer_range=0.3,
-    )
+    gemma2 = dict(**shape, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
+    mamba = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4)
     configs = {
         "qwen2": lambda: transformers.Qwen2Config(**shape, tie_word_embeddings=True),
         "untied": lambda: transformers.Qwen2Config(**shape, tie_word_embeddings=False),
         "llama": lambda: transformers.LlamaConfig(**shape),
-        "gpt2": lambda: transformers.GPT2Config(
-            vocab_size=40,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=64,
-            eos_token_id=1,
-            initializer_range=0.3,
-        ),
-        "gemma2": lambda: transformers.Gemma2Config(
-            **shape, head_dim=8, sliding_window=4, query_pre_attn_scalar=8
-        ),
-        "cohere": lambda: transformers.CohereConfig(**shape, logit_scale=0.25),
-        "phi": lambda: transformers.PhiConfig(
-            **shape
-        ),  # its output layer has a bias, zero at first
+        "gpt2": lambda: transformers.GPT2Config(**gpt2, eos_token_id=1),
         "mistral": lambda: transformers.MistralConfig(**shape, sliding_window=3),
-        "mamba": lambda: transformers.MambaConfig(
-            vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4
-        ),
+        "gemma2": lambda: transformers.Gemma2Config(**gemma2),
+        "cohere": lambda: transformers.CohereConfig(**shape, logit_scale=0.25),
+        "phi": lambda: transformers.PhiConfig(**shape),  # its head has a bias, zero at first
+        "mamba": lambda: transformers.MambaConfig(**mamba),
     }
     torch.manual_seed(seed)
     config = configs[kind]()
@@ -598,16 +529,8 @@ def slow_logprobs(model, prompt_ids, prompt_mask, completion_ids, mask, temperat
     return torch.stack(rows)
 
 
-FAST = {
-    "qwen2": True,
-    "untied": True,
-    "llama": True,
-    "gpt2": True,
-    "mistral": True,
-    "gemma2": False,
-    "cohere": False,
-    "phi": False,
-}
+FAST = dict.fromkeys(("qwen2", "untied", "llama", "gpt2", "mistral"), True)
+FAST |= dict.fromkeys(("gemma2", "cohere", "phi"), False)
 
 
 @pytest.mark.parametrize("kind, fast", [*FAST.items(), ("qwen2", False), ("gpt2", False)])
@@ -616,15 +539,11 @@ def test_token_logprobs_are_those_of_one_unpadded_forward_per_row(kind, temperat
     model, batch = tiny_model(kind), ragged_batch()
     before = copy.deepcopy(batch)
     weights = torch.randn(batch[-1].shape, generator=torch.Generator().manual_seed(1))
-    results = []
-    for logp in (
-        slow_logprobs(model, *batch, temperature),
-        token_logprobs(model, *batch, temperature, fast=fast),
-    ):
+    results, params = [], list(model.parameters())
+    slow = slow_logprobs(model, *batch, temperature)
+    for logp in (slow, token_logprobs(model, *batch, temperature, fast=fast)):
         assert logp.dtype == torch.float32 and logp[~batch[-1]].abs().max() == 0
-        gradients = torch.autograd.grad(
-            (logp * weights).sum(), list(model.parameters()), allow_unused=True
-        )
+        gradients = torch.autograd.grad((logp * weights).sum(), params, allow_unused=True)
         results.append([logp, *(g for g in gradients if g is not None)])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
@@ -633,14 +552,9 @@ def test_token_logprobs_are_those_of_one_unpadded_forward_per_row(kind, temperat
 
 def test_log_probs_of_a_large_vocabulary_in_chunks(monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, 6, generator=generator, dtype=torch.float64).requires_grad_()
-        for n in (7, 30)
-    )
-    ids, scale = (
-        torch.randint(0, 30, (7,), generator=generator),
-        torch.randn(7, generator=generator, dtype=torch.float64),
-    )
+    normal = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    hidden, weight, scale = normal(7, 6).requires_grad_(), normal(30, 6).requires_grad_(), normal(7)
+    ids = torch.randint(0, 30, (7,), generator=generator)
     plain = (hidden @ weight.t() / 0.7).log_softmax(1)[torch.arange(7), ids]
     expected = [plain, *torch.autograd.grad((plain * scale).sum(), (hidden, weight))]
     for chunk in (1, 40, 64, 10_000):  # from one logit at a time to all at once
@@ -653,20 +567,13 @@ def test_log_probs_of_a_large_vocabulary_in_chunks(monkeypatch):
 
 def test_padding_changes_nothing():
     model, (prompt_ids, prompt_mask, completion_ids, mask) = tiny_model("qwen2"), ragged_batch()
-    wide = (
-        torch.cat([torch.full((2, 4), 7), prompt_ids], 1),
-        torch.cat([torch.zeros(2, 4, dtype=bool), prompt_mask], 1),
-    )
-    long = (
-        torch.cat([completion_ids, torch.full((6, 3), 9)], 1),
-        torch.cat([mask, torch.zeros(6, 3, dtype=bool)], 1),
-    )
-    expected = token_logprobs(model, prompt_ids, prompt_mask, completion_ids, mask)
-    torch.testing.assert_close(
-        token_logprobs(model, *wide, *long)[:, :6], expected, atol=1e-5, rtol=1e-5
-    )
-    for x, y in zip(grpo.crop(*wide, *long), (prompt_ids, prompt_mask, completion_ids, mask)):
-        assert torch.equal(x, y)
+    pad = torch.nn.functional.pad
+    wide = pad(prompt_ids, (4, 0), value=7), pad(prompt_mask, (4, 0))
+    long = pad(completion_ids, (0, 3), value=9), pad(mask, (0, 3))
+    batch = prompt_ids, prompt_mask, completion_ids, mask
+    found = token_logprobs(model, *wide, *long)[:, :6]
+    torch.testing.assert_close(found, token_logprobs(model, *batch), atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(x, y) for x, y in zip(grpo.crop(*wide, *long), batch))
     empty = grpo.crop(prompt_ids, prompt_mask, completion_ids, torch.zeros_like(mask))
     assert empty[2].shape == (6, 1) and token_logprobs(model, *empty).abs().max() == 0
 
@@ -688,9 +595,8 @@ def test_gradient_checkpointing_changes_no_number():
             grpo.checkpoint_layers(model)
         logp = token_logprobs(model, *batch)
         results.append([logp, *torch.autograd.grad(logp.sum(), list(model.parameters()))])
-        assert len(calls) == (
-            8 if checkpointed else 4
-        )  # 2 layers, prompts and completions, again in backward
+        # 2 layers, prompts and completions, and again in backward
+        assert len(calls) == (8 if checkpointed else 4)
     for x, y in zip(*results):
         torch.testing.assert_close(x, y)
 
@@ -766,19 +672,15 @@ def test_a_failure_of_continuous_batching_is_an_error(monkeypatch):
     for outputs in ({}, {i: types.SimpleNamespace(error="out of pages") for i in range(2)}):
         model.generate_batch = lambda *args, outputs=outputs, **kwargs: outputs
         with pytest.raises(Error, match="out of pages|missing"):
-            grpo.generate_with_transformers(
-                model, prompt_ids, prompt_mask, 1, 4, [1], continuous=True
-            )
+            inputs = model, prompt_ids, prompt_mask, 1, 4, [1]
+            grpo.generate_with_transformers(*inputs, continuous=True)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "gemma2"])
 def test_samples_come_from_the_policy(kind):
     """The sampler's tokens against the probabilities of one unpadded forward: the first two tokens of
     20,000 completions of each prompt, by chi-square. Were it exact, 1 seed in 10,000 would fail."""
-    model, (prompt_ids, prompt_mask, *_) = (
-        tiny_model(kind, vocab_size=6, initializer_range=0.2),
-        ragged_batch(),
-    )
+    model, (prompt_ids, prompt_mask, *_) = tiny_model(kind, vocab_size=6), ragged_batch()
     prompt_ids, num_samples = prompt_ids % 6, 20_000
     torch.manual_seed(0)
     ids = generate(model, prompt_ids, prompt_mask, num_samples, 2, [1], temperature=1.2)
@@ -795,9 +697,7 @@ def test_samples_come_from_the_policy(kind):
         possible = expected > 0
         assert counts[~possible].sum() == 0
         statistic = ((counts - expected) ** 2 / expected)[possible].sum().item()
-        assert (
-            statistic < 68
-        )  # the quantile of chi-square at 1 - 1e-4 with 30 degrees of freedom is 67.6
+        assert statistic < 68  # chi-square's quantile at 1 - 1e-4, 30 degrees of freedom: 67.6
 
 
 def test_a_finished_row_is_padded_costs_nothing_and_does_not_disturb_the_others():
@@ -813,9 +713,8 @@ def test_a_finished_row_is_padded_costs_nothing_and_does_not_disturb_the_others(
     assert len(set(lengths.tolist())) > 4 and lengths.max() == ids.shape[1]
     assert (ids[~mask] == 39).all()
     logp = token_logprobs(model, prompt_ids, prompt_mask, ids, mask)
-    torch.testing.assert_close(
-        logp, slow_logprobs(model, prompt_ids, prompt_mask, ids, mask, 1.0), atol=1e-4, rtol=1e-3
-    )
+    expected = slow_logprobs(model, prompt_ids, prompt_mask, ids, mask, 1.0)
+    torch.testing.assert_close(logp, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_generation_stops_when_all_rows_have():
@@ -834,16 +733,9 @@ def save_model(path, generation_config=None):
     return path
 
 
-HOSTILE = dict(
-    do_sample=True, temperature=0.01, top_p=0.1, top_k=1, repetition_penalty=50.0, min_new_tokens=5
-)
-HOSTILE |= dict(
-    no_repeat_ngram_size=1,
-    suppress_tokens=[5, 6],
-    max_new_tokens=3,
-    eos_token_id=[0, 7],
-    num_beams=4,
-)
+HOSTILE = dict(do_sample=True, temperature=0.01, top_p=0.1, top_k=1, repetition_penalty=50.0)
+HOSTILE |= dict(min_new_tokens=5, no_repeat_ngram_size=1, suppress_tokens=[5, 6], max_new_tokens=3)
+HOSTILE |= dict(eos_token_id=[0, 7], num_beams=4)
 
 
 def test_sampling_heeds_nothing_of_a_hostile_generation_config_but_its_eos(tmp_path):
@@ -871,16 +763,11 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
         completions = torch.randint(1, 30, (num_prompts * size,), generator=generator)
         for budget in (1, 40, 100, 300, 10_000):
             cut = cut_micro_batches(prompts, completions, size, budget)
-            assert sorted(torch.cat([rows for _, rows in cut]).tolist()) == list(
-                range(num_prompts * size)
-            )
-            for prompt_index, rows in cut:
-                group = len(rows) // len(prompt_index)
-                assert (rows // size == prompt_index.repeat_interleave(group)).all()
-                tokens = (
-                    len(prompt_index) * prompts[prompt_index].max()
-                    + len(rows) * completions[rows].max()
-                )
+            everything = torch.cat([rows for _, rows in cut]).tolist()
+            assert sorted(everything) == list(range(num_prompts * size))
+            for index, rows in cut:
+                assert (rows // size == index.repeat_interleave(len(rows) // len(index))).all()
+                tokens = len(index) * prompts[index].max() + len(rows) * completions[rows].max()
                 assert tokens <= budget or len(rows) == 1
             assert len(cut) == 1 or budget < 10_000
 
@@ -906,23 +793,15 @@ def frozen(model, temperature=1.0):
 
 def gradient_of_update(config, model, reference, batch, advantages):
     """What `update` hands to the optimizer."""
-    optimizer = MasterAdamW(model)
-    seen = []
-    step = optimizer.step
-    optimizer.step = lambda *args: (
-        seen.append([p.grad.clone() for p in optimizer.params]),
-        step(*args),
-    )[1]
-    metrics = grpo.update(
-        model,
-        frozen(reference, config.temperature),
-        optimizer,
-        config,
-        1e-3,
-        batch,
-        advantages,
-        True,
-    )
+    optimizer, seen = MasterAdamW(model), []
+
+    def step(*args):
+        seen.append([p.grad.clone() for p in optimizer.params])
+        return MasterAdamW.step(optimizer, *args)
+
+    optimizer.step = step
+    reference = frozen(reference, config.temperature)
+    metrics = grpo.update(model, reference, optimizer, config, 1e-3, batch, advantages, True)
     return seen, metrics
 
 
@@ -930,9 +809,7 @@ def gradient_of_update(config, model, reference, batch, advantages):
 @pytest.mark.parametrize("budget", [24, 60, 10_000])
 def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(loss_type, level, budget):
     options = dict(loss_type=loss_type, importance_sampling_level=level, max_completion_length=6)
-    config = Config(
-        num_generations=4, micro_batch_tokens=budget, beta=0.1, temperature=0.7, **options
-    )
+    config = Config(micro_batch_tokens=budget, beta=0.1, temperature=0.7, **options)
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     batch, advantages = on_policy_batch(model)
     logp = slow_logprobs(model, *batch, 0.7)
@@ -952,14 +829,8 @@ def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(loss_typ
 def test_later_iterations_keep_the_log_probs_of_the_first(level):
     """Three updates of one rollout, with a clip range so narrow that it matters."""
     clip = dict(epsilon=0.01, epsilon_high=0.03, importance_sampling_level=level)
-    config = Config(
-        num_generations=4,
-        num_iterations=3,
-        micro_batch_tokens=30,
-        beta=0.1,
-        max_grad_norm=0.5,
-        **clip,
-    )
+    rest = dict(num_iterations=3, micro_batch_tokens=30, beta=0.1, max_grad_norm=0.5)
+    config = Config(**rest, **clip)
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     batch, advantages = on_policy_batch(model)
     slow = copy.deepcopy(model)
@@ -986,54 +857,35 @@ def test_later_iterations_keep_the_log_probs_of_the_first(level):
     assert metrics["clip_fraction"] > 0.1 and metrics["ratio_mean"] != 1
 
 
-def test_groups_without_advantage_are_left_out_only_where_that_is_exact():
-    model = tiny_model("qwen2")
+def test_groups_without_advantage_are_left_out_only_where_that_is_exact(spy):
+    model, calls = tiny_model("qwen2"), spy("token_logprobs")
     batch, advantages = on_policy_batch(model)
     advantages[:4] = 0
-    calls, original = [], grpo.token_logprobs
     for reference in (None, tiny_model("qwen2", seed=1)):
-        config = Config(num_generations=4, beta=0.1 if reference else 0.0)
+        config = Config(beta=0.1 if reference else 0.0)
         logp = slow_logprobs(model, *batch, 1.0)
         ref_logp = slow_logprobs(reference, *batch, 1.0).detach() if reference else None
-        expected = torch.autograd.grad(
-            grpo_loss(logp, None, ref_logp, advantages, batch[-1], beta=0.1)[0],
-            list(model.parameters()),
-        )
-        grpo.token_logprobs = lambda *args, **kwargs: (
-            calls.append(len(args[3])),
-            original(*args, **kwargs),
-        )[1]
-        try:
-            (found,), metrics = gradient_of_update(
-                config, copy.deepcopy(model), reference, batch, advantages
-            )
-        finally:
-            grpo.token_logprobs = original
+        loss = grpo_loss(logp, None, ref_logp, advantages, batch[-1], beta=0.1)[0]
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        rest = copy.deepcopy(model), reference, batch, advantages
+        (found,), metrics = gradient_of_update(config, *rest)
         assert metrics["ratio_mean"] == pytest.approx(1.0)  # over the tokens that are in
         for x, y in zip(found, expected):
             torch.testing.assert_close(x, y, atol=5e-5, rtol=1e-3)
-    assert calls == [4, 8, 8]  # the live group alone; all rows of the reference and of the policy
-    (found,), metrics = gradient_of_update(
-        Config(num_generations=4, beta=0.0), model, None, batch, 0 * advantages
-    )
+    sizes = [len(completion_ids) for _, _, _, completion_ids, *_ in calls]
+    assert sizes == [4, 8, 8]  # the live group alone; all rows of the reference and of the policy
+    (found,), metrics = gradient_of_update(Config(beta=0.0), model, None, batch, 0 * advantages)
     assert all(g.abs().max() == 0 for g in found) and metrics["grad_norm"] == 0
 
 
-def test_micro_batches_of_the_plain_path_count_a_prompt_for_each_completion(monkeypatch):
-    model, sizes, original = tiny_model("qwen2"), [], grpo.token_logprobs
+def test_micro_batches_of_the_plain_path_count_a_prompt_for_each_completion(spy):
+    model, calls = tiny_model("qwen2"), spy("token_logprobs")
     batch, advantages = on_policy_batch(model)
-
-    def record(model, prompt_ids, prompt_mask, completion_ids, *args):
-        sizes.append((len(completion_ids), prompt_ids.shape[1] + completion_ids.shape[1]))
-        return original(model, prompt_ids, prompt_mask, completion_ids, *args)
-
-    monkeypatch.setattr(grpo, "token_logprobs", record)
-    config = Config(num_generations=4, micro_batch_tokens=30, beta=0.0)
-    rest = config, 1e-3, batch, advantages, False
+    rest = Config(micro_batch_tokens=30, beta=0.0), 1e-3, batch, advantages, False
     grpo.update(model, None, MasterAdamW(model), *rest)
-    assert sum(rows for rows, _ in sizes) == 8 and all(
-        rows * length <= 30 for rows, length in sizes
-    )
+    sizes = [(len(ids), prompts.shape[1] + ids.shape[1]) for _, prompts, _, ids, *_ in calls]
+    assert sum(rows for rows, _ in sizes) == 8
+    assert all(rows * length <= 30 for rows, length in sizes)
 
 
 def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
@@ -1055,12 +907,10 @@ def test_bfloat16_training_at_a_small_learning_rate_moves_the_masters_as_float32
     plain = torch.optim.AdamW(naive.parameters(), lr=1e-6, weight_decay=0)
     for step in range(300):
         generator = torch.Generator().manual_seed(step // 30)
-        gradients = [
-            torch.randn(p.shape, generator=generator).bfloat16() for p in single.parameters()
-        ]
-        for model in (single, half, naive):
-            for p, g in zip(model.parameters(), gradients):
-                p.grad = g.to(p.dtype)
+        for params in zip(*(model.parameters() for model in (single, half, naive))):
+            gradient = torch.randn(params[0].shape, generator=generator).bfloat16()
+            for p in params:
+                p.grad = gradient.to(p.dtype)
         [optimizer.step(1e-6) for optimizer in optimizers]
         plain.step()
     rows = zip(half.parameters(), optimizers[1].state)
@@ -1070,24 +920,16 @@ def test_bfloat16_training_at_a_small_learning_rate_moves_the_masters_as_float32
         assert master.dtype == torch.float32 and torch.equal(master, p.data)
         assert ((h.data.float() - master).abs() <= (master.bfloat16().float() - master).abs()).all()
         assert (master - s).abs().max() > 1e-5
-    moved = [
-        (a.data.float() != b.data).sum().item()
-        for a, b in zip(naive.parameters(), start.parameters())
-    ]
-    moved_half = [
-        (a.data.float() != b.data).sum().item()
-        for a, b in zip(half.parameters(), start.parameters())
-    ]
-    assert sum(moved) < 0.2 * sum(moved_half)
+    pairs = ((m.parameters(), start.parameters()) for m in (naive, half))
+    moved = [sum((p.float() != s).sum().item() for p, s in zip(*pair)) for pair in pairs]
+    assert moved[0] < 0.2 * moved[1]
 
 
-@pytest.mark.parametrize(
-    "micro_batch_tokens, dtype", [(10_000, torch.bfloat16), (24, torch.float32)]
-)
-def test_gradients_of_several_micro_batches_are_summed_in_float32(micro_batch_tokens, dtype):
+@pytest.mark.parametrize("budget, dtype", [(10_000, torch.bfloat16), (24, torch.float32)])
+def test_gradients_of_several_micro_batches_are_summed_in_float32(budget, dtype):
     model = tiny_model("qwen2").bfloat16()
     batch, advantages = on_policy_batch(model)
-    config = Config(num_generations=4, micro_batch_tokens=micro_batch_tokens, beta=0.0)
+    config = Config(micro_batch_tokens=budget, beta=0.0)
     (gradients,), _ = gradient_of_update(config, model, None, batch, advantages)
     assert {g.dtype for g in gradients} == {dtype}
 
@@ -1116,17 +958,9 @@ def test_a_gradient_that_is_not_finite_stops_and_leaves_the_weights(broken):
     batch, advantages = on_policy_batch(model)
     before, optimizer = copy.deepcopy(model), MasterAdamW(model)
     advantages[0] = broken
+    rest = Config(beta=0.0), 1e-3, batch, advantages, True
     with pytest.raises(Error, match="weights are as they were"):
-        grpo.update(
-            model,
-            None,
-            optimizer,
-            Config(num_generations=4, beta=0.0),
-            1e-3,
-            batch,
-            advantages,
-            True,
-        )
+        grpo.update(model, None, optimizer, *rest)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters()))
 
 
@@ -1146,9 +980,8 @@ def test_the_dtype_is_the_one_asked_for(tmp_path):
         model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         for asked in ("float32", "bfloat16"):
-            model, *_ = grpo.load_model(
-                Config(model=str(tmp_path), dtype=asked), torch.device("cpu")
-            )
+            config = Config(model=str(tmp_path), dtype=asked)
+            model, *_ = grpo.load_model(config, torch.device("cpu"))
             assert model.dtype == getattr(torch, asked)
             halves = {len(state) > 2 for state in MasterAdamW(model).state}
             assert halves == {asked == "bfloat16"}
@@ -1162,9 +995,8 @@ def refusal(*words):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(sys, "argv", ["grpo.py", *words])
         grpo.main()
-    assert (
-        isinstance(stop.value.code, str) and "\n" not in stop.value.code
-    )  # printed, and exit code 1
+    assert isinstance(stop.value.code, str)  # which is printed; the exit code is 1
+    assert "\n" not in stop.value.code
     return stop.value.code
 
 
@@ -1269,9 +1101,8 @@ def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
     steps = [grpo.prompt_batch(rows, step, 4, seed=3) for step in range(1, 6)]
     assert sorted(sum(steps, [])) == sorted(2 * rows)
     assert sorted(sum(steps, [])[:10]) == rows and sum(steps, [])[:10] != sum(steps, [])[10:]
-    assert (
-        grpo.prompt_batch(rows, 4, 4, seed=3) == steps[3] != grpo.prompt_batch(rows, 4, 4, seed=4)
-    )
+    three, four = (grpo.prompt_batch(rows, 4, 4, seed) for seed in (3, 4))
+    assert three == steps[3] != four
 
 
 CHATML = (
@@ -1290,31 +1121,28 @@ def run_of(config, rewards=None, template=None, eos="<eos>"):
     return grpo.Run(config, torch.device("cpu"), rewards, model, tokenizer, eos_token_ids, True)
 
 
-@pytest.mark.parametrize(
-    "template, eos, option, is_chat",
-    [
-        (None, "<eos>", "auto", False),
-        (CHATML, "<eos>", "auto", False),  # Qwen2-Math base: a template that it never saw
-        (CHATML, "<|im_end|>", "auto", True),  # an instruct model
-        (CHATML, "<|im_end|>", "off", False),
-        (CHATML, "<eos>", "on", True),
-    ],
-)
-def test_a_chat_template_is_used_where_its_end_of_turn_stops_the_model(
-    template, eos, option, is_chat
-):
+TEMPLATES = [  # template, EOS, --chat-template, whether it is used
+    (None, "<eos>", "auto", False),
+    (CHATML, "<eos>", "auto", False),  # Qwen2-Math base: a template that it never saw
+    (CHATML, "<|im_end|>", "auto", True),  # an instruct model
+    (CHATML, "<|im_end|>", "off", False),
+    (CHATML, "<eos>", "on", True),
+]
+
+
+@pytest.mark.parametrize("template, eos, option, chats", TEMPLATES)
+def test_a_chat_template_is_used_where_its_end_stops_the_model(template, eos, option, chats):
     run = run_of(Config(chat_template=option, prompt_template="{question}"), None, template, eos)
     (row,) = grpo.encode_prompts([{"prompt": "1+1="}], run)
     chat = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-    assert row["text"] == (chat if is_chat else "1+1=")
+    assert row["text"] == (chat if chats else "1+1=")
     assert run.tokenizer.decode(row["ids"]) == row["text"]
 
 
 def test_prompts_are_rendered_with_template_and_system_prompt():
     rows = [{"prompt": "1+1="}, {"prompt": [{"role": "user", "content": "2+2="}]}]
-    texts = [
-        row["text"] for row in grpo.encode_prompts(rows, run_of(Config(system_prompt="be brief")))
-    ]
+    run = run_of(Config(system_prompt="be brief"))
+    texts = [row["text"] for row in grpo.encode_prompts(rows, run)]
     assert texts[0].startswith("be brief\n1+1=\n") and texts[0].endswith("\\boxed{}.\n")
     assert texts[1] == "be brief\n2+2="  # a conversation is left as it is
     config = Config(prompt_template="q: {question} a:", reward=("format",))
@@ -1523,11 +1351,10 @@ def test_advantages_of_a_run_are_scaled_as_asked(tmp_path, varied, scale):
 
 def test_advantages_of_steps_are_scaled_as_asked(tmp_path, monkeypatch):
     scales, original = [], grpo.process_advantages
-    monkeypatch.setattr(
-        grpo, "process_advantages", lambda *a, **k: (scales.append(k), original(*a, **k))[1]
-    )
+    spying = lambda *a, scale_rewards: (scales.append(scale_rewards), original(*a))[1]  # noqa: E731
+    monkeypatch.setattr(grpo, "process_advantages", spying)
     train(tmp_path / "run", QUICK, "--reward accuracy step --scale-rewards none --max-steps 1")
-    assert scales == [{"scale_rewards": "none"}]
+    assert scales == ["none"]
 
 
 def test_no_steps_only_evaluate(tmp_path):
@@ -1551,18 +1378,12 @@ def test_other_architectures_train(tmp_path, kind):
     assert abs(rows[0]["kl"]) < 1e-7  # the reference is the policy, at the same temperature
 
 
-def test_supervised_steps_fit_solution_and_eos_and_nothing_else(monkeypatch):
-    run = run_of(
-        Config(sft_steps=1, prompts_per_step=2, num_generations=2, prompt_template="{question}")
-    )
-    run.train_rows = grpo.encode_prompts(
-        [{"prompt": f"{i}+1=", "answer": "0", "solution": "12"} for i in range(4)], run
-    )
-    seen, original = [], grpo.token_logprobs
-    monkeypatch.setattr(
-        grpo, "token_logprobs", lambda *a, **k: (seen.append(a), original(*a, **k))[1]
-    )
-    gradients, step = [], MasterAdamW.step
+def test_supervised_steps_fit_solution_and_eos_and_nothing_else(monkeypatch, spy):
+    config = Config(sft_steps=1, prompts_per_step=2, num_generations=2, temperature=0.5)
+    run = run_of(dataclasses.replace(config, prompt_template="{question}", loss_type="dr_grpo"))
+    rows = [{"prompt": f"{i}+1=", "answer": "0", "solution": "12"} for i in range(4)]
+    run.train_rows = grpo.encode_prompts(rows, run)
+    seen, gradients, step = spy("token_logprobs"), [], MasterAdamW.step
     record = lambda self, *a: (gradients.extend(p.grad for p in self.params), step(self, *a))[1]  # noqa: E731
     monkeypatch.setattr(MasterAdamW, "step", record)
     before = copy.deepcopy(run.policy)
@@ -1577,13 +1398,13 @@ def test_supervised_steps_fit_solution_and_eos_and_nothing_else(monkeypatch):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-3)
 
 
-def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, monkeypatch):
-    masks, original = [], grpo.update
-    monkeypatch.setattr(grpo, "update", lambda *a: (masks.append(a[5][2:]), original(*a))[1])
+def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, spy):
+    calls = spy("update")
     options = "--max-completion-length 2 --sft-steps 10 --mask-truncated --prompts-per-step 16"
     train(tmp_path / "run", QUICK, options)
     rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
-    for (ids, mask), row in zip(masks[10:], rows, strict=True):  # the first ten were supervised
+    for call, row in zip(calls[10:], rows, strict=True):  # the first ten were supervised
+        _, _, ids, mask = call[5]
         finished = (ids == 0).any(1)
         assert (mask.any(1) == finished).all() and 0 < finished.sum() < len(ids)
         assert row["truncated_fraction"] == pytest.approx(1 - finished.float().mean().item())
@@ -1645,9 +1466,8 @@ def test_process_advantages_are_those_of_the_loop():
     rewards = [[0.2, 1.0], [0.0], [0.5, 0.25, 1.0], [], [1.0, 0.0], [0.5], [2.0], [0.1, 0.9]]
     ends = [[1, 4], [5], [0, 2, 3], [], [0, 5], [3], [2], [1, 2]]
     found = grpo.process_advantages(rewards, ends, 4, 6)
-    torch.testing.assert_close(
-        found, slow_process_advantages(rewards, ends, 4, 6), atol=1e-5, rtol=1e-5
-    )
+    expected = slow_process_advantages(rewards, ends, 4, 6)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_process_advantages_of_worked_example():
@@ -1660,10 +1480,8 @@ def test_process_advantages_of_worked_example():
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7, 1.0])
 def test_equal_step_rewards_have_exactly_no_advantage(value):
     found = grpo.process_advantages([[value] * 3, [value] * 5], [[0, 1, 2], [0, 1, 2, 3, 4]], 2, 5)
-    assert (found == 0).all()
-    assert (
-        grpo.process_advantages([[1.0], []], [[0], []], 2, 3) == 0
-    ).all()  # a single step is its own mean
+    single = grpo.process_advantages([[1.0], []], [[0], []], 2, 3)  # is its own mean
+    assert (found == 0).all() and (single == 0).all()
 
 
 STEPS = [  # completion, index of each step's last token (a token a character, EOS is the last)
@@ -1716,10 +1534,16 @@ def test_any_line_has_a_truth_value_and_costs_milliseconds(text):
     assert time.perf_counter() - start < 0.5
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["1+" * 50_000 + "1=1", "(" * 50_000, "9" * 100_000, "1=" * 50_000, "-" * 99_999 + "1=1"],
-)
+BAD_LINES = [
+    "1+" * 50_000 + "1=1",
+    "(" * 50_000,
+    "9" * 100_000,
+    "1=" * 50_000,
+    "-" * 99_999 + "1=1",
+]
+
+
+@pytest.mark.parametrize("text", BAD_LINES)
 def test_hostile_lines_cost_milliseconds(text):
     start = time.perf_counter()
     grpo.step_reward([""], [text])
@@ -1746,10 +1570,8 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
     ids = [run.tokenizer(text)["input_ids"] + [0] for text in ("1\n2", "\n")]
     ids, mask = grpo.pad(ids, 0, "right", "cpu")
     texts, scores, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
-    assert step_rewards == [[2.0, 0.0 + 1.0], [0.0]] and ends == [
-        [1, 3],
-        [1],
-    ]  # accuracy is the last step's
+    assert step_rewards == [[2.0, 0.0 + 1.0], [0.0]]  # accuracy belongs to the last step
+    assert ends == [[1, 3], [1]]
     assert scores["rewards/each_line"].tolist() == [0.5, 0.0]
     assert scores["reward"].tolist() == [2.0, 0.0]
     # A completion that nobody judges has no steps to normalise, so its tokens have no advantage.
@@ -1761,9 +1583,8 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
     run.config = Config(prompt_template="{question}", scale_rewards="batch")
     with pytest.raises(Error, match="--scale-rewards batch"):
         grpo.score_completions(run, rows, ids, mask)
-    run = run_of(
-        Config(prompt_template="{question}"), grpo.load_rewards([f"{tmp_path}/steps.py:too_many"])
-    )
+    run.rewards = grpo.load_rewards([f"{tmp_path}/steps.py:too_many"])
+    run.config = Config(prompt_template="{question}")
     with pytest.raises(Error, match="too_many.*3 numbers for 2 steps"):
         grpo.score_completions(run, rows, ids, mask)
 
@@ -1774,9 +1595,8 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
 def test_language_reward():
     texts = ["so x = 5", "因此 x", "Привет x", "5 + 5", "Ｘ"]
     assert grpo.language_reward([""] * 5, texts) == [1.0, 1 / 3, 1 / 7, 1.0, 1.0]
-    assert grpo.load_rewards(["language:cjk"])["language"][0](
-        prompts=[""], completions=["因此 x"]
-    ) == [2 / 3]
+    ((cjk, _),) = grpo.load_rewards(["language:cjk"]).values()
+    assert cjk(prompts=[""], completions=["因此 x"]) == [2 / 3]
 
 
 GOOD = "def add(a, b):\n    return a + b\n"
@@ -1832,34 +1652,32 @@ NAMESPACES = sees("import os; assert os.getpid() == 1")
 def test_code_sees_an_empty_folder_and_a_clean_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
     assert sees("import os; assert 'secret-key' not in str(dict(os.environ))")
-    assert not sees("open('job.json')")
+    assert sees("import os; assert not any(map(os.path.isfile, os.listdir()))")
     if not NAMESPACES:
         pytest.skip("this kernel refuses namespaces")
     (tmp_path / "mine").write_text("mine")
     assert not sees(f"open({str(tmp_path / 'mine')!r}).read()")
-    assert (
-        not sees(f"open({str(tmp_path / 'theirs')!r}, 'w')") and not (tmp_path / "theirs").exists()
-    )
+    assert not sees(f"open({str(tmp_path / 'theirs')!r}, 'w')")
+    assert not (tmp_path / "theirs").exists()
     assert not sees("import sys; open(sys.prefix + '/x', 'w')")
-    assert not sees(
-        "import os\nfor pid in os.listdir('/proc'):\n  if pid.isdigit() and pid != '1': 1/0\n1/0 if b'secret' in open('/proc/1/environ', 'rb').read() else 1/0"
-    )
+    pids = "[name for name in __import__('os').listdir('/proc') if name.isdigit()]"
+    assert sees(f"assert {pids} == ['1']")  # no other process
     assert not sees("import socket; socket.create_connection(('127.0.0.1', 22), 1)")
 
 
 def test_a_reward_model_scores_in_batches_as_alone(tmp_path):
     torch.manual_seed(0)
     _, tokenizer = grpo.tiny_model(0, torch.float32)
-    shape = dict(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    config = transformers.Qwen2Config(**shape, num_labels=1, num_key_value_heads=2, pad_token_id=0)
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
-    model.save_pretrained(tmp_path)
+    shape = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
+
+    def classifier(num_labels):
+        config = transformers.Qwen2Config(**shape, num_labels=num_labels)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        model.save_pretrained(tmp_path)
+        return model
+
+    model = classifier(num_labels=1)
     for template in (None, CHATML):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(tmp_path)
@@ -1874,9 +1692,7 @@ def test_a_reward_model_scores_in_batches_as_alone(tmp_path):
                 text = tokenizer.apply_chat_template(turns, tokenize=False)
             alone = model(**tokenizer(text, return_tensors="pt")).logits.item()
             assert score == pytest.approx(alone, abs=1e-5)
-    transformers.AutoModelForSequenceClassification.from_config(
-        transformers.Qwen2Config(**shape, num_labels=2, num_key_value_heads=2)
-    ).save_pretrained(tmp_path)
+    classifier(num_labels=2)
     with pytest.raises(Error, match="2 outputs"):
         grpo.load_rewards([f"reward_model:{tmp_path}"])
 
@@ -1896,20 +1712,14 @@ def judge_server():
                 time.sleep(2)
             if answer == "error" or (answer == "flaky" and sum("flaky" in s[3] for s in seen) < 2):
                 return self.send_error(500)
-            text = {
+            texts = {
                 "rubbish": "I would say 7",
                 "eleven": "Score: 11",
-                "two lines": "Score: 1\nScore: 2",
+                "two lines": "Score: 1\n" * 2,
             }
-            text = text.get(answer, f"Score: {answer}" if answer.isdigit() else "Score: 7")
-            reply = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-            reply = (
-                b"not json"
-                if answer == "no json"
-                else b'{"choices": []}'
-                if answer == "empty"
-                else reply
-            )
+            text = texts.get(answer, f"Score: {answer}" if answer.isdigit() else "Score: 7")
+            reply = json.dumps({"choices": [{"message": {"content": text}}]})
+            reply = {"no json": "not json", "empty": '{"choices": []}'}.get(answer, reply).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(reply)))
             self.end_headers()
@@ -1929,20 +1739,8 @@ def test_the_judge_reads_strictly_and_counts_what_fails(judge_server, monkeypatc
     url, seen = judge_server
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     function = grpo.judge_reward(f"some-model@{url}", timeout=1, attempts=2)
-    answers = [
-        "0",
-        "7",
-        "10",
-        "{question}",
-        "flaky",
-        "error",
-        "slow",
-        "rubbish",
-        "eleven",
-        "two lines",
-        "no json",
-        "empty",
-    ]
+    answers = ["0", "7", "10", "{question}", "flaky"]
+    answers += ["error", "slow", "rubbish", "eleven", "two lines", "no json", "empty"]
     scores = function(prompts=["1+1?"] * 12, completions=answers, answer=["two"] * 12)
     assert scores == [0.0, 0.7, 1.0, 0.7, 0.7] + [None] * 7
     assert "7 of 12 calls of the judge failed" in capsys.readouterr().out
@@ -1957,17 +1755,22 @@ def test_a_judge_that_is_not_there_is_reported_and_stops_the_run(tmp_path, capsy
     rewards = {"judge": (grpo.judge_reward("m@http://127.0.0.1:9/v1", timeout=1, attempts=1), 1.0)}
     assert grpo.score(rewards, prompts=["p"], completions=["c"]) == {"judge": [None]}
     assert "1 of 1 calls of the judge failed" in capsys.readouterr().out
-    (tmp_path / "nobody.py").write_text(
-        "def nobody(prompts, **columns):\n    return [None] * len(prompts)\n"
-    )
+    (tmp_path / "nobody.py").write_text("nobody = lambda prompts, **columns: [None] * len(prompts)")
     with pytest.raises(Error, match="no completion was judged by nobody"):
         train(tmp_path / "run", QUICK, f"--reward {tmp_path}/nobody.py:nobody")
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["judge:", "judge:model", "judge:model@ftp://x", "judge", "language:cjk=x", "accuracy:x"],
-)
+BAD_SPECS = [
+    "judge:",
+    "judge:model",
+    "judge:model@ftp://x",
+    "judge",
+    "language:cjk=x",
+    "accuracy:x",
+]
+
+
+@pytest.mark.parametrize("spec", BAD_SPECS)
 def test_specs_with_arguments_that_do_not_parse_are_errors(spec):
     with pytest.raises(Error, match="--reward"):
         grpo.load_rewards([spec])
@@ -1998,10 +1801,8 @@ def test_lora_trains_adapters_against_the_policy_without_them(tmp_path, varied):
     import peft
 
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "reference")
-    adapted = peft.PeftModel.from_pretrained(
-        base, tmp_path / "run" / "checkpoint-3" / "adapter"
-    ).merge_and_unload()
-    for name, tensor in adapted.state_dict().items():
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "checkpoint-3" / "adapter")
+    for name, tensor in adapted.merge_and_unload().state_dict().items():
         torch.testing.assert_close(tensor, end[name], atol=1e-6, rtol=1e-5)
 
 
@@ -2009,27 +1810,22 @@ def test_a_model_that_arrives_with_an_adapter_keeps_it_in_the_reference(tmp_path
     peft = pytest.importorskip("peft")
     save_model(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    )
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, lora)
     adapted.save_pretrained(tmp_path / "adapted")
     grpo.tiny_model(0, torch.float32)[1].save_pretrained(tmp_path / "adapted")
     batch = ragged_batch()
     with torch.no_grad():
         expected = token_logprobs(adapted.get_base_model(), *batch)
+    config = Config(model=str(tmp_path / "adapted"), prompt_template="{question}")
     for rank in (0, 2):
-        config = Config(
-            model=str(tmp_path / "adapted"), lora_rank=rank, output_dir=str(tmp_path / f"run{rank}")
-        )
-        run = grpo.set_up(
-            dataclasses.replace(config, prompt_template="{question}", max_completion_length=8)
-        )
+        rest = dict(max_completion_length=8, output_dir=str(tmp_path / f"run{rank}"))
+        run = grpo.set_up(dataclasses.replace(config, lora_rank=rank, **rest))
         _, reference, _ = grpo.prepare(run)
         torch.testing.assert_close(reference(*batch), expected, atol=1e-4, rtol=1e-4)
         with torch.no_grad():
-            torch.testing.assert_close(
-                token_logprobs(run.policy, *batch), expected, atol=1e-4, rtol=1e-4
-            )
+            found = token_logprobs(run.policy, *batch)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------ evaluation and resume
@@ -2068,12 +1864,8 @@ def test_evaluation_is_greedy(tmp_path, varied):
 
 
 RESUMABLE = QUICK + " --max-steps 6 --save-every 2 --samples-every 2 --seed 5"
-VARIATIONS = {
-    "plain": "",
-    "bfloat16": "--dtype bfloat16",
-    "mu": "--num-iterations 2 --beta 0",
-    "lora": "--lora-rank 2",
-}
+VARIATIONS = dict(plain="", bfloat16="--dtype bfloat16", lora="--lora-rank 2")
+VARIATIONS |= dict(mu="--num-iterations 2 --beta 0")
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)
@@ -2136,10 +1928,8 @@ def test_a_disk_that_is_full_is_an_error_that_leaves_earlier_checkpoints(tmp_pat
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    calls, original = [], torch.save
-    monkeypatch.setattr(
-        torch, "save", lambda *a: (calls.append(1), original(*a) if len(calls) < 2 else full())[1]
-    )
+    saves = itertools.chain([torch.save], itertools.repeat(full))  # the second one fails
+    monkeypatch.setattr(torch, "save", lambda *args: next(saves)(*args))
     with pytest.raises(Error, match="cannot save.*checkpoint-4.*No space left.*earlier check"):
         train(tmp_path / "run", RESUMABLE)
     monkeypatch.undo()
@@ -2174,9 +1964,8 @@ def slow(prompts, completions, **columns):
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     options = QUICK, "--eval-every 0 --reward", f"{tmp_path}/slow.py:slow", "--output-dir", tmp_path
-    process = subprocess.Popen(
-        words(sys.executable, grpo.__file__, *options), stdout=subprocess.PIPE, text=True
-    )
+    command = words(sys.executable, grpo.__file__, *options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "slow.py.asked").exists() and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
@@ -2199,14 +1988,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
 
 def test_metrics_of_a_rollout_are_means_over_all_ranks_and_those_who_judged():
     nan = math.nan
-    mine = {
-        "reward": [1.0, 0.0, nan, 1.0],
-        "rewards/a": [1.0, 0.0, nan, 1.0],
-        "rewards/b": [nan] * 4,
-    }
-    theirs = {"reward": [3.0, 3.0], "rewards/a": [3.0, 3.0], "rewards/b": [nan] * 2}
-    mine |= {"length": [4, 4, 2, 2], "finished": [True, True, True, False]}
-    theirs |= {"length": [3, 3], "finished": [False, True]}
+    mine = {"reward": [1.0, 0.0, nan, 1.0], "length": [4, 4, 2, 2], "finished": [1, 1, 1, 0]}
+    mine |= {"rewards/a": mine["reward"], "rewards/b": [nan] * 4}
+    theirs = {"reward": [3.0, 3.0], "length": [3, 3], "finished": [0, 1]}
+    theirs |= {"rewards/a": theirs["reward"], "rewards/b": [nan] * 2}
     parts = [{name: torch.tensor(x) for name, x in part.items()} for part in (mine, theirs)]
     metrics = grpo.rollout_metrics(grpo.concatenate(parts), 2)
     assert metrics == pytest.approx({
@@ -2274,31 +2059,21 @@ def four_groups():
 
 
 def torchrun(*words, check=True):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-    ]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [*command, str(port), *map(str, words)]
-    return subprocess.run(
-        words, capture_output=True, text=True, check=check, env=environment, timeout=300
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={port}", *map(str, words)]
+    how = dict(capture_output=True, text=True, check=check, timeout=300)
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
 
 
 def test_two_ranks_take_the_gradient_of_one_process(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS.format(here=str(Path(grpo.__file__).resolve().parent)))
     torchrun(script, tmp_path / "two")
-    subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "one")], check=True, capture_output=True
-    )
+    alone = [sys.executable, str(script), str(tmp_path / "one")]
+    subprocess.run(alone, check=True, capture_output=True)
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     for loss_type, level in VARIANTS:
         for x, y in zip(one[loss_type, level], two[loss_type, level], strict=True):
@@ -2309,12 +2084,8 @@ def test_two_ranks_take_the_gradient_of_one_process(tmp_path):
 
 
 def test_two_ranks_train_and_one_or_two_resume(tmp_path, varied):
-    options = words(
-        QUICK,
-        varied,
-        "--max-steps 2 --save-every 1 --dtype bfloat16 --output-dir",
-        tmp_path / "run",
-    )
+    options = "--max-steps 2 --save-every 1 --dtype bfloat16 --output-dir"
+    options = words(QUICK, varied, options, tmp_path / "run")
     result = torchrun(grpo.__file__, *options)
     assert result.stdout.count("saved") == 2 and result.stdout.count("held-out") == 1
     rows = metrics_of(tmp_path / "run")
@@ -2333,9 +2104,17 @@ def test_two_ranks_train_and_one_or_two_resume(tmp_path, varied):
     assert [path.name for path in grpo.checkpoints(tmp_path / "run")][0] == "checkpoint-4"
 
 
+FAILS = """
+import os
+def fails(prompts, completions, **columns):
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank one is out of coffee")
+    return [1.0] * len(prompts)
+"""
+
+
 def test_a_rank_that_fails_ends_the_whole_run_with_its_message(tmp_path):
-    reward = "import os\ndef fails(prompts, completions, **columns):\n    if os.environ['RANK'] == '1': raise ValueError('rank one is out of coffee')\n    return [1.0] * len(prompts)\n"
-    (tmp_path / "fails.py").write_text(reward)
+    (tmp_path / "fails.py").write_text(FAILS)
     start = time.perf_counter()
     options = words(QUICK, f"--eval-every 0 --reward {tmp_path}/fails.py:fails")
     result = torchrun(grpo.__file__, *options, "--output-dir", tmp_path / "run", check=False)
@@ -2446,16 +2225,8 @@ def test_a_function_works_alone_where_it_is_pasted(name):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 4),
-    st.integers(2, 5),
-    st.integers(1, 7),
-    st.integers(0, 2**31),
-    st.sampled_from(VARIANTS),
-)
-def test_tensor_functions_of_any_shape_give_finite_numbers_of_the_right_shape(
-    b, g, c, seed, variant
-):
+@given(*map(st.integers, (1, 2, 1, 0), (4, 5, 7, 2**31)), st.sampled_from(VARIANTS))
+def test_tensor_functions_of_any_shape_give_finite_numbers(b, g, c, seed, variant):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 4, (b * g, c), generator=generator)
     mask = completion_mask(ids, [0, 1])
@@ -2464,16 +2235,13 @@ def test_tensor_functions_of_any_shape_give_finite_numbers_of_the_right_shape(
     advantages = group_advantages(rewards, g)
     assert advantages.shape == rewards.shape and advantages.view(b, g).mean(1).abs().max() < 1e-5
     logp, old_logp, ref_logp = -5 * torch.rand(3, b * g, c, generator=generator)
-    loss_type, level = variant
-    options = dict(loss_type=loss_type, importance_sampling_level=level)
+    level = dict(importance_sampling_level=variant[1])
+    options = dict(loss_type=variant[0], **level)
     loss, metrics = grpo_loss(logp, old_logp, ref_logp, advantages, mask, **options)
     assert loss.shape == () and all(x.isfinite() for x in (loss, *metrics.values()))
-    surrogate = clipped_surrogate(
-        logp, old_logp, advantages, mask=mask, importance_sampling_level=level
-    )
-    assert (
-        surrogate.shape == kl_k3(logp, ref_logp).shape == (b * g, c) and surrogate.isfinite().all()
-    )
+    surrogate = clipped_surrogate(logp, old_logp, advantages, mask=mask, **level)
+    assert surrogate.shape == kl_k3(logp, ref_logp).shape == (b * g, c)
+    assert surrogate.isfinite().all()
     steps = [[float(r)] * int(n) for r, n in zip(rewards, mask.sum(1))]
     ends = [list(range(len(step))) for step in steps]
     process = grpo.process_advantages(steps, ends, g, c)
