@@ -168,10 +168,8 @@ class Config:
 
 # What `--model tiny` changes; whatever the user types wins.
 TINY = dict(prompt_template="{question}", prompts_per_step=64, max_completion_length=8)
-TINY |= dict(
-    dtype="float32", micro_batch_tokens=16384, learning_rate=1e-3, max_steps=240, sft_steps=70
-)
-TINY |= dict(sft_learning_rate=3e-3, eval_every=120, samples_every=120)
+TINY |= dict(dtype="float32", micro_batch_tokens=16384, learning_rate=1e-3, max_steps=240)
+TINY |= dict(sft_steps=70, sft_learning_rate=3e-3, eval_every=120, samples_every=120)
 
 
 def parse_args(argv=None) -> Config:
@@ -195,17 +193,17 @@ def parse_args(argv=None) -> Config:
             how |= dict(nargs="+") if field.name == "reward" else {}
         name = "--" + field.name.replace("_", "-")
         parser.add_argument(name, help=field.metadata["help"], default=default, **how)
-    first = parser.parse_args(argv)
-    if first.model == "tiny":
-        parser.set_defaults(**TINY)
+    first = vars(parser.parse_args(argv))
     if "resume" in first and "output_dir" in first:
         raise Error("--resume goes on in its own folder: leave --output-dir out")
     if "resume" in first:
         try:
-            options = json.loads(Path(first.resume, "config.json").read_text())
-            parser.set_defaults(**options | dict(output_dir=first.resume))
+            options = json.loads(Path(first["resume"], "config.json").read_text())
+            parser.set_defaults(**options | dict(output_dir=first["resume"]))
         except (OSError, ValueError, TypeError) as error:
-            raise Error(f"--resume {first.resume}: {error}") from None
+            raise Error(f"--resume {first['resume']}: {error}") from None
+    elif first["model"] == "tiny":
+        parser.set_defaults(**TINY)
     args = vars(parser.parse_args(argv))
     return Config(**args | dict(reward=tuple(args["reward"])))
 
@@ -309,13 +307,11 @@ def encode_prompts(rows, run):
 def prompt_batch(rows, step, size, seed):
     """The `size` rows of step 1, 2, …: rows in epochs, each shuffled by seed + epoch. It depends on
     nothing else, so that a resumed run finds its place."""
-
-    @functools.cache
-    def order(epoch):
-        return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch))
-
-    places = (divmod(i, len(rows)) for i in range((step - 1) * size, step * size))
-    return [rows[order(epoch)[position]] for epoch, position in places]
+    first, shuffle = (step - 1) * size, torch.Generator()
+    epochs = range(first // len(rows), (first + size - 1) // len(rows) + 1)
+    orders = [torch.randperm(len(rows), generator=shuffle.manual_seed(seed + i)) for i in epochs]
+    places = torch.cat(orders)[first % len(rows) :][:size]
+    return [rows[i] for i in places.tolist()]
 
 
 def pad(sequences, pad_token_id, side, device):
@@ -1678,11 +1674,9 @@ _NUMBER_IN_TEXT = re.compile(
     rf"(?:(?<![\w)\]}}.%])[-−–])?\\?[$€£]?"
     rf"(?:\\[dt]?frac{{-?{_DECIMAL}}}{{{_DECIMAL}}}|{_DECIMAL}(?:/{_DECIMAL})?)(?: ?\\?%)?"
 )
-_NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)\s+)?(?P<top>{_DECIMAL})"
-    rf"(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
-    r"(?:\s*\*\s*10\^{?(?P<power>[-+]?\d{1,3})}?|[eE](?P<e_power>[-+]?\d{1,3}))?"
-    r"\s*(?P<percent>%)?\s*(?P<unit>[A-Za-z]{2,}(?:[\s./-]+[A-Za-z]+)*\.?(?:\^{?[23]}?)?)?"
+_NUMBER = re.compile(  # sign, whole, top, bottom, percent, unit
+    rf"([-+]?)\s*(?:(\d+)\s+)?({_DECIMAL}(?:[eE][-+]?\d{{1,3}})?)(?:\s*/\s*({_DECIMAL}))?\s*(%)?"
+    r"\s*([A-Za-z]{2,}(?:[\s./-]+[A-Za-z]+)*\.?(?:\^{?[23]}?)?)?"
 )
 _NOT_UNITS = {"pi", "dozen", "hundred", "thousand", "million", "billion", "trillion"}
 _SPELLINGS = {
@@ -1734,17 +1728,17 @@ def _number(text):
     if len(text) > 400:  # no answer is that long, and thousands of digits cost time
         return None
     text = re.sub(r"\\frac{(-?[\d.,]+)}{([\d.,]+)}", r" \1/\2", _clean(text)).strip()
-    match = _NUMBER.fullmatch(re.sub(r"^-\s+", "-", text))
-    unit = re.findall("[a-z]+", (match["unit"] or "").lower()) if match else []
-    if not match or (match["whole"] and not match["bottom"]) or _NOT_UNITS & {*unit}:
+    text = re.sub(r"\s*\*\s*10\^{?([-+]?\d{1,3})}?", r"e\1", re.sub(r"^-\s+", "-", text))
+    match = _NUMBER.fullmatch(text)
+    sign, whole, top, bottom, percent, unit = match.groups("") if match else [""] * 6
+    words = re.findall("[a-z]+", unit.lower())
+    if not top or whole and not bottom or _NOT_UNITS & {*words}:
         return None
-    parts = (match["top"], match["bottom"] or "1")
-    top, bottom = (Fraction(digits.replace(",", "")) for digits in parts)
+    top, bottom = (Fraction(digits.replace(",", "")) for digits in (top, bottom or "1"))
     if bottom == 0:
         return None
-    value = (int(match["whole"] or 0) + top / bottom) * (-1 if match["sign"] == "-" else 1)
-    value *= Fraction(10) ** int(match["power"] or match["e_power"] or 0)
-    return value, bool(match["percent"]) or unit == ["percent"]
+    value = (int(whole or 0) + top / bottom) * (-1 if sign == "-" else 1)
+    return value, bool(percent) or words == ["percent"]
 
 
 def answers_match(answer, gold):

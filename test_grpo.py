@@ -1024,23 +1024,16 @@ def test_tiny_has_defaults_of_its_own_and_what_the_user_types_wins():
     assert config.reward == ("accuracy", "format=0.5") and not config.gradient_checkpointing
 
 
-def test_every_option_of_the_contract_exists_with_its_default():
-    config = Config()
-    assert (config.num_generations, config.prompts_per_step, config.max_steps) == (8, 8, 200)
-    assert (config.max_prompt_length, config.max_completion_length, config.num_iterations) == (
-        512,
-        512,
-        1,
-    )
-    assert (config.temperature, config.top_p, config.top_k) == (1, 1, 0)
-    assert (config.beta, config.epsilon, config.epsilon_high) == (0.04, 0.2, None)
-    assert (config.learning_rate, config.warmup_steps, config.max_grad_norm) == (1e-6, 10, 1.0)
-    assert (config.weight_decay, config.seed, config.sft_steps, config.save_every) == (0, 0, 0, 0)
-    assert (config.loss_type, config.scale_rewards, config.reward) == (
-        "grpo",
-        "group",
-        ("accuracy",),
-    )
+CONTRACT = """model tiny; num_generations 8; prompts_per_step 8; max_prompt_length 512; max_completion_length 512
+temperature 1.0; top_p 1.0; top_k 0; beta 0.04; epsilon 0.2; epsilon_high None; loss_type grpo; scale_rewards group
+importance_sampling_level token; num_iterations 1; learning_rate 1e-06; warmup_steps 10; max_grad_norm 1.0
+weight_decay 0.0; max_steps 200; seed 0; gradient_checkpointing False; lora_rank 0; sft_steps 0; reward ('accuracy',)"""
+
+
+@pytest.mark.parametrize("option", re.split("; |\n", CONTRACT))
+def test_every_option_of_the_contract_exists_with_its_default(option):
+    name, default = option.split()
+    assert str(getattr(Config(), name)) == default
 
 
 ROWS = [  # a line of data, its prompt, its gold answer
