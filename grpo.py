@@ -48,7 +48,6 @@ import importlib
 import inspect
 import json
 import math
-import operator
 import os
 import random
 import re
@@ -61,7 +60,6 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 import unicodedata
 import urllib.request
 from collections.abc import Callable
@@ -74,7 +72,6 @@ from typing import Literal, get_args, get_origin
 import numpy
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -137,7 +134,7 @@ class Config:
     warmup_steps: int = option(10, "steps of linear warm-up", low=0)
     max_grad_norm: float = option(1.0, "a longer gradient is scaled to this norm", low=1e-12)
     weight_decay: float = option(0.0, "of AdamW", low=0)
-    max_steps: int = option(200, "training steps; 0 only evaluates", low=0)
+    max_steps: int = option(200, "training steps; 0: evaluate, after --sft-steps", low=0)
     micro_batch_tokens: int = option(2048, "padded tokens in one forward and backward", low=1)
     gradient_checkpointing: bool = option(False, "less memory for activations, a slower update")
     lora_rank: int = option(0, "above 0 only adapters of this rank are trained (peft)", low=0)
@@ -199,7 +196,7 @@ def parse_args(argv=None) -> Config:
     if "resume" in first:
         try:
             options = json.loads(Path(first["resume"], "config.json").read_text())
-            parser.set_defaults(**options | dict(output_dir=first["resume"]))
+            parser.set_defaults(**vars(Config(**options)) | dict(output_dir=first["resume"]))
         except (OSError, ValueError, TypeError) as error:
             raise Error(f"--resume {first['resume']}: {error}") from None
     elif first["model"] == "tiny":
@@ -242,7 +239,7 @@ def check_row(row, where, needs_answer):
     try:
         row = json.loads(row) if isinstance(row, str) else row
         prompt = next((row[key] for key in ("prompt", "question", "problem") if row.get(key)), None)
-        given = [row[key] for key in ("answer", "solution") if row.get(key) is not None]
+        given = [row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")]
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
         readable = messages and all(isinstance(m["role"] + m["content"], str) for m in messages)
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
@@ -270,34 +267,37 @@ def chat_template_fits(tokenizer, eos_token_ids):
         return False
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     ending = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2].strip()
-    first = tokenizer(ending, add_special_tokens=False)["input_ids"][:1]
-    return bool(first) and first[0] in eos_token_ids
+    return any(i in eos_token_ids for i in tokenizer.encode(ending, add_special_tokens=False)[:1])
 
 
 def encode_prompts(rows, run):
-    """The rows with "text" and "ids" as the model will see them, without the over-long ones."""
+    """Data as the model will see it, without over-long prompts -> dicts of the prompt's "text" and
+    "ids" and of all "columns", the same ones in every row, with None where a row has none."""
     config, tokenizer, kept = run.config, run.tokenizer, []
-    chat = config.chat_template == "on"
-    if config.chat_template == "auto":
-        chat = chat_template_fits(tokenizer, run.eos_token_ids)
+    fits = config.chat_template == "auto" and chat_template_fits(tokenizer, run.eos_token_ids)
+    chat = config.chat_template == "on" or fits
     if chat and not tokenizer.chat_template:
         raise Error(f"--chat-template on: the tokenizer of {config.model} has none")
     boxed = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
-    template = config.prompt_template or (boxed if "accuracy" in run.rewards else "{question}")
+    plain = boxed if judges_answers(run.reward_functions) else "{question}"
+    names = dict.fromkeys(name for row in rows for name in row)
     for row in rows:
-        messages = row["prompt"]
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": template.replace("{question}", messages)}]
+        turns = row["prompt"]
+        if isinstance(turns, str):
+            content = (config.prompt_template or plain).replace("{question}", turns)
+            turns = [{"role": "user", "content": content}]
         if config.system_prompt:
-            messages = [{"role": "system", "content": config.system_prompt}, *messages]
-        text = "\n".join(message["content"] for message in messages)
+            turns = [{"role": "system", "content": config.system_prompt}, *turns]
+        text = "\n".join(turn["content"] for turn in turns)
         if chat:
-            how = dict(tokenize=False, add_generation_prompt=True)
-            text = tokenizer.apply_chat_template(messages, **how)
-        # A chat template writes its own BOS.
-        ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+            try:
+                how = dict(tokenize=False, add_generation_prompt=True)
+                text = tokenizer.apply_chat_template(turns, **how)
+            except Exception as error:  # some refuse a system message
+                raise Error(f"the chat template of {config.model}: {first_line(error)}") from None
+        ids = tokenizer.encode(text, add_special_tokens=not chat)  # a template writes its own BOS
         if 0 < len(ids) <= config.max_prompt_length:
-            kept.append({**row, "messages": messages, "text": text, "ids": ids})
+            kept.append(dict(text=text, ids=ids, columns=names | row | dict(messages=turns)))
     if len(kept) < len(rows):
         dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts"
         say(f"left out {dropped}: empty, or over {config.max_prompt_length} tokens")
@@ -330,12 +330,8 @@ def pad(sequences, pad_token_id, side, device):
 
 
 def load_model(config, device):
-    """(model, tokenizer, EOS ids) of any causal language model of transformers, or the tiny one.
-
-    transformers loads in the checkpoint's dtype unless told another, and picks the fastest
-    attention that it knows to work (`sdpa` where the model has it). A trained adapter that comes
-    with the model is merged: the reference is the model with it.
-    """
+    """(model, tokenizer, EOS ids) of any causal language model of transformers, or the tiny one. A
+    trained adapter that comes with the model is merged: the reference is the model with it."""
     dtype, name, safe = compute_dtype(config, device), config.model, dict(trust_remote_code=False)
     try:
         if name == "tiny":
@@ -349,21 +345,17 @@ def load_model(config, device):
             else:
                 safe |= dict(use_safetensors=True, dtype=dtype)
                 model = AutoModelForCausalLM.from_pretrained(name, **safe)
-    except Error:
-        raise
     except Exception as error:
         raise Error(f"cannot load {name}: {first_line(error)}") from None
     model.to(device).eval()  # no dropout, ever: sampling, old, new and reference log-probs agree
     for param in model.parameters():
         param.data = param.data.clone()  # the mapped file's unaligned tensors slow a CPU down
     owners = (model.generation_config, model.config, tokenizer)
-    ids = [getattr(owner, "eos_token_id", None) for owner in owners]
-    eos = next((i for i in ids if i is not None), None)
-    if eos is None:
+    given = [getattr(owner, "eos_token_id", None) for owner in owners]
+    eos_token_ids = next(([i] if isinstance(i, int) else [*i] for i in given if i is not None), [])
+    if not eos_token_ids:
         raise Error(f"{name} names no EOS token: it would never stop")
-    eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token_id = eos_token_ids[0]
+    eos_token_ids.sort(key=lambda i: i != tokenizer.eos_token_id)  # first the one that ends a turn
     return model, tokenizer, eos_token_ids
 
 
@@ -426,38 +418,35 @@ def generate(
     prompt_ids, prompt_mask: (B, P), left-padded. C is at most `max_completion_length`; after a
     row's EOS stands `pad_token_id`. Ignores the model's generation config. Each prompt runs once
     and a finished row is dropped, for which the model must have a plain key-value cache:
-    `has_plain_cache`. Needs `sample`, `completion_mask` and `_float` where it is pasted.
+    `has_plain_cache`. Needs `sample` and `_float` where it is pasted.
     """
 
-    def forward(ids):
-        inputs = dict(attention_mask=attention_mask, position_ids=positions, past_key_values=cache)
-        return model(ids, **inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+    def forward(ids, attention_mask):
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
+        inputs = dict(attention_mask=attention_mask, position_ids=positions[:, -ids.shape[1] :])
+        return model(ids, **inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
     cache, attention_mask = DynamicCache(config=model.config), prompt_mask.long()
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
-    logits = forward(prompt_ids)  # (B, V)
+    logits = forward(prompt_ids, attention_mask)  # (B, V)
     cache.batch_repeat_interleave(num_generations)  # each of a prompt's G completions is a row
-    repeated = (logits, attention_mask, positions[:, -1:])
-    logits, attention_mask, positions = (x.repeat_interleave(num_generations, 0) for x in repeated)
-    completion_ids = prompt_ids.new_zeros(len(logits), max_completion_length)
+    repeated = (x.repeat_interleave(num_generations, 0) for x in (logits, attention_mask))
+    logits, attention_mask = repeated
+    completion_ids = prompt_ids.new_full((len(logits), max_completion_length), pad_token_id)
     rows = torch.arange(len(logits), device=logits.device)  # those that are still being sampled
     eos = torch.tensor(eos_token_ids, device=logits.device)
-    unfinished = torch.ones_like(rows, dtype=torch.bool)
     for length in range(1, max_completion_length + 1):
         next_ids = sample(logits, temperature, top_p, top_k)
         completion_ids[rows, length - 1] = next_ids
-        unfinished = unfinished & ~torch.isin(next_ids, eos)
+        unfinished = ~torch.isin(next_ids, eos)
         if length == max_completion_length or not unfinished.any():
             break
         if not unfinished.all():
-            keep = unfinished
-            cache.batch_select_indices(keep)
-            kept = (x[keep] for x in (rows, next_ids, attention_mask, positions, unfinished))
-            rows, next_ids, attention_mask, positions, unfinished = kept
-        attention_mask, positions = F.pad(attention_mask, (0, 1), value=1), positions + 1
-        logits = forward(next_ids[:, None])
-    completion_ids = completion_ids[:, :length]  # (N, C)
-    return completion_ids.where(completion_mask(completion_ids, eos_token_ids), pad_token_id)
+            cache.batch_select_indices(unfinished)
+            kept = (x[unfinished] for x in (rows, next_ids, attention_mask))
+            rows, next_ids, attention_mask = kept
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
+        logits = forward(next_ids[:, None], attention_mask)
+    return completion_ids[:, :length]
 
 
 @torch.no_grad()
@@ -467,19 +456,16 @@ def generate_with_transformers(
 ):  # fmt: skip
     """What `generate` does, by transformers, for any causal model: with `continuous` batching (a
     paged cache, on CUDA graphs) or by its plain `generate`, which runs a prompt for each sample."""
-    how = dict(do_sample=bool(temperature))
-    if temperature:
-        how |= dict(temperature=temperature, top_p=top_p, top_k=top_k)
-    how |= dict(max_new_tokens=max_completion_length, eos_token_id=eos_token_ids)
-    how = transformers.GenerationConfig(**how, pad_token_id=pad_token_id)
+    how = dict(do_sample=bool(temperature), eos_token_id=eos_token_ids, pad_token_id=pad_token_id)
+    how |= dict(temperature=temperature, top_p=top_p, top_k=top_k) if temperature else {}
+    how = transformers.GenerationConfig(**how, max_new_tokens=max_completion_length)
     # What is unset would come from the model's own config, such as a penalty of repetition.
     own, model.generation_config = model.generation_config, how
+    ids, mask = (x.repeat_interleave(num_generations, 0) for x in (prompt_ids, prompt_mask))
     try:
         if not continuous:
-            ids, mask = (x.repeat_interleave(num_generations, 0) for x in (prompt_ids, prompt_mask))
             return model.generate(ids, how, attention_mask=mask.long())[:, ids.shape[1] :]
-        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
-        prompts = [prompt for prompt in prompts for _ in range(num_generations)]
+        prompts = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
         pages = math.ceil((prompt_ids.shape[1] + max_completion_length) / 256)  # of 256 tokens
         cache = transformers.ContinuousBatchingConfig(num_blocks=pages * len(prompts))
         outputs = list(model.generate_batch(prompts, how, cache, progress_bar=False).values())
@@ -499,8 +485,7 @@ def completion_mask(completion_ids, eos_token_ids):
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2]).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
-    eos = torch.as_tensor(eos_token_ids, dtype=completion_ids.dtype, device=completion_ids.device)
-    is_eos = torch.isin(completion_ids, eos).long()
+    is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids).to(completion_ids)).long()
     return is_eos.cumsum(1) - is_eos == 0  # no EOS before this position
 
 
@@ -517,24 +502,30 @@ def accuracy_reward(prompts, completions, answer, **columns):
     return [float(answers_match(extract_answer(text), gold_answer(gold))) for text, gold in pairs]
 
 
-def score(rewards, **columns):
+def judges_answers(reward_functions):
+    """Whether the accuracy reward is among them, which needs an answer in every row of data."""
+    return any(function is accuracy_reward for function, _ in reward_functions.values())
+
+
+def score(functions, /, **columns):
     """Ask every reward function -> {name: N values}: a number, a list of numbers (one for each step
     of the completion), or None (not its to judge).
 
-    columns: `prompts`, `completions`, `completion_ids` and the data's other columns, each a list of
-    N, which a function gets by name as it would from TRL. Raises `Error` for anything else.
+    functions: {name: (function, weight)}. columns: `prompts`, `completions`, `completion_ids` and
+    the data's other columns, each a list of N, which a function gets by name as it would from TRL.
+    Raises `Error` for anything else.
     """
     scores, size = {}, len(columns["completions"])
-    for name, (function, _) in rewards.items():
+    for name, (function, _) in functions.items():
         try:
             values = list(function(**columns))
         except Exception as error:
             traceback.print_exc()
             raise Error(f"the reward {name} failed: {error!r}") from None
         values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
-        judged = [value for value in values if value is not None]
-        numbers = [n for value in judged for n in (value if isinstance(value, list) else [value])]
-        good = all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers)
+        numbers = [n for v in values if v is not None for n in (v if isinstance(v, list) else [v])]
+        most = torch.finfo(torch.float32).max  # no number that is not finite is below it
+        good = all(isinstance(n, (int, float)) and abs(n) <= most for n in numbers)
         if len(values) != size or not good:
             kinds = f"{size} finite numbers (or lists of numbers, one a step; or None: not judged)"
             raise Error(f"the reward {name} returned {str(values)[:200]}, not {kinds}")
@@ -549,8 +540,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     """(r - mean of its group) / (std + eps): rewards (N,) -> (N,). DeepSeekMath 4.1.2.
 
     std is the unbiased one, of the "group", of the whole "batch", or "none" at all (Dr. GRPO,
-    arXiv:2503.20783). Equal rewards give exactly 0. Raises ValueError unless G >= 2 divides N.
-    Needs `_float` where it is pasted.
+    arXiv:2503.20783). Equal rewards give exactly 0; so does NaN, not judged, which counts nowhere.
+    Raises ValueError unless G >= 2 divides N. Needs `_float` where it is pasted.
 
     >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
@@ -558,10 +549,16 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards make no groups of {num_generations} (at least 2)")
     groups = _float(rewards).view(-1, num_generations)  # (B, G)
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    judged = ~groups.isnan()
+    largest = groups.masked_fill(~judged, -torch.inf).amax(1, keepdim=True)
+    equal = largest <= groups.masked_fill(~judged, torch.inf).amin(1, keepdim=True)
     # Rounding can leave equal rewards one bit off their mean, and the std is then that bit too.
-    centred = (groups - groups.mean(1, keepdim=True)).masked_fill(equal, 0)
-    scales = {"group": groups.std(1, keepdim=True) + eps, "batch": groups.std() + eps, "none": 1}
+    centred = (groups - groups.nanmean(1, keepdim=True)).masked_fill(equal | ~judged, 0)
+    degrees = (judged.sum(1, keepdim=True) - 1).clamp(min=1)
+    std = (centred.square().sum(1, keepdim=True) / degrees).sqrt()
+    spread = groups[judged] - groups.nanmean()  # of the whole batch
+    of_batch = (spread.square().sum() / max(1, len(spread) - 1)).sqrt()
+    scales = {"group": std + eps, "batch": of_batch + eps, "none": 1}
     return (centred / scales[scale_rewards]).view(-1)
 
 
@@ -572,8 +569,8 @@ def process_advantages(
 
     step_rewards, step_ends: N lists, a number for each step of a completion and the index of its
     last token. The step rewards of a group are normalised together; a token's advantage is the sum
-    of those of the steps that end at or after it. `scale_rewards`: "group" or "none". Needs
-    `group_advantages` and `_float`.
+    of those of the steps that end at or after it. `scale_rewards`: "group" or "none". Raises
+    ValueError where there are not as many ends as rewards. Needs `group_advantages` and `_float`.
 
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
@@ -586,7 +583,7 @@ def process_advantages(
         if len(rewards) > 1:  # a single step is its own mean
             normalised = iter(group_advantages(rewards, len(rewards), scale_rewards, eps))
             for i in group:  # a step's normalised reward goes to every token up to its end
-                for end in step_ends[i]:
+                for end, _ in zip(step_ends[i], step_rewards[i], strict=True):
                     advantages[i, : end + 1] += next(normalised)
     return advantages
 
@@ -604,22 +601,24 @@ def token_logprobs(
     runs each prompt once and its completions on G copies of its key-value cache, through which
     gradients flow, and never holds the (N, C, V) logits; else this is the model's plain forward.
     `fast_path_holds` tells whether a model may. Needs `PromptCache`, `LogProbs` and `_float` where
-    it is pasted.
+    it is pasted, transformers' `DynamicCache` and the module `copy`.
     """
-    num_generations = len(completion_ids) // len(prompt_ids)
-    length, device = completion_ids.shape[1], prompt_ids.device
-    rows = torch.arange(len(completion_ids), device=device) // num_generations  # prompt of each
-    # Attending to padding on the right does no harm: no token that counts comes after it.
-    attention_mask = torch.cat([prompt_mask[rows], torch.ones_like(completion_mask)], 1).long()
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # (N, P + C)
+    num_generations, length = len(completion_ids) // len(prompt_ids), completion_ids.shape[1]
+    rows = torch.arange(len(completion_ids), device=prompt_ids.device) // num_generations  # (N,)
+    # A completion's last token predicts nothing: it runs through neither path. Attending to padding
+    # on the right does no harm: no token that counts comes after it.
+    attention_mask = torch.cat([prompt_mask[rows], torch.ones_like(completion_mask[:, 1:])], 1)
+    attention_mask, tokens = attention_mask.long(), completion_ids[:, :-1]  # (N, P + C - 1)
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     ids = completion_ids[completion_mask]  # (M,): padding costs nothing in the output layer
 
     if not fast:
+        tokens = torch.cat([prompt_ids[rows], tokens], 1)
         inputs = dict(attention_mask=attention_mask, position_ids=positions, use_cache=False)
-        inputs |= dict(logits_to_keep=length + 1)
-        logits = model(torch.cat([prompt_ids[rows], completion_ids], 1), **inputs).logits
-        logits = logits[:, -length - 1 : -1][completion_mask]  # each predicts the next token
-        logp = (_float(logits) / temperature).log_softmax(1).gather(1, ids[:, None])[:, 0]
+        # `forward`, not a call: where FSDP shards the model, this function is the call (`shard`).
+        logits = model.forward(tokens, **inputs, logits_to_keep=length).logits[:, -length:]
+        logits = _float(logits[completion_mask]) / temperature  # (M, V)
+        logp = logits.log_softmax(1).gather(1, ids[:, None])[:, 0]
     else:
         cache, backbone = PromptCache(config=model.config), model.base_model
         inputs = dict(attention_mask=prompt_mask.long(), past_key_values=cache, use_cache=True)
@@ -628,10 +627,8 @@ def token_logprobs(
         hidden = backbone(prompt_ids, **inputs)[0][rows, -1:]  # (B, P, H) -> (N, 1, H)
         if length > 1:  # … and the completions without their last token predict the others.
             inputs = dict(past_key_values=cache.repeat(num_generations), use_cache=True)
-            inputs |= dict(attention_mask=attention_mask[:, :-1])
-            inputs |= dict(position_ids=positions[:, -length:-1])
-            rest = backbone(completion_ids[:, :-1], **inputs)[0]  # (N, C - 1, H)
-            hidden = torch.cat([hidden, rest], 1)
+            inputs |= dict(attention_mask=attention_mask, position_ids=positions[:, 1 - length :])
+            hidden = torch.cat([hidden, backbone(tokens, **inputs)[0]], 1)  # (N, C, H)
         weight = model.get_output_embeddings().weight
         logp = LogProbs.apply(hidden[completion_mask], weight, ids, temperature)
     return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
@@ -669,7 +666,8 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def chunks(hidden, weight, ids, temperature):
-        """(its slice of V, logits (M, slice), which ids it holds, where) of each chunk."""
+        """Of each chunk of V: its slice, logits (M, chunk), which of the ids it holds (M,), and
+        their columns in it (M, 1)."""
         chunk = LogProbs.CHUNK * (16 if hidden.is_cuda else 1)
         size = max(1, chunk // max(1, len(ids)))
         for start in range(0, len(weight), size):
@@ -679,7 +677,7 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, temperature):
-        log_z = _float(hidden.new_full((len(ids),), -math.inf))
+        log_z = _float(hidden.new_full((len(ids),), -torch.inf))
         chosen = torch.zeros_like(log_z)
         for _, logits, held, where in LogProbs.chunks(hidden, weight, ids, temperature):
             log_z = torch.logaddexp(log_z, logits.logsumexp(1))
@@ -780,12 +778,12 @@ def grpo_loss(
     it), so that the losses of its micro-batches add up to its loss. Raises ValueError for an
     unknown type. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3`, `masked_mean`, `_float`.
     """
-    mask = mask.bool()
-    logp, old_logp, ref_logp = (
-        None if x is None else x.masked_fill(~mask, 0) for x in (logp, old_logp, ref_logp)
-    )
-    high, level = epsilon if epsilon_high is None else epsilon_high, importance_sampling_level
-    surrogate = clipped_surrogate(logp, old_logp, advantages, epsilon, high, mask, level)
+    mask, level = mask.bool(), importance_sampling_level
+    advantages = advantages.reshape(len(mask), -1).expand(mask.shape)  # (N, C)
+    tensors = (logp, old_logp, ref_logp, advantages)
+    filled = [x if x is None else x.masked_fill(~mask, 0) for x in tensors]
+    logp, old_logp, ref_logp, advantages = filled
+    surrogate = clipped_surrogate(logp, old_logp, advantages, epsilon, epsilon_high, mask, level)
     kl = torch.zeros_like(surrogate) if ref_logp is None else kl_k3(logp, ref_logp)
     token_loss = (beta * kl - surrogate).masked_fill(~mask, 0)  # (N, C)
 
@@ -802,9 +800,8 @@ def grpo_loss(
 
     with torch.no_grad():
         ratio = importance_ratio(logp, old_logp, mask, level)
-        sign = advantages.reshape(len(logp), -1)
-        clipped = (ratio > 1 + high) & (sign > 0) | (ratio < 1 - epsilon) & (sign < 0)
-        metrics = dict(kl=kl, entropy=-logp, ratio_mean=ratio, clip_fraction=clipped.float())
+        clipped = (surrogate < ratio * advantages).float()  # the minimum is the clipped side
+        metrics = dict(kl=kl, entropy=-logp, ratio_mean=ratio, clip_fraction=clipped)
         metrics = {name: masked_mean(value, mask) for name, value in metrics.items()}
     return loss, metrics
 
@@ -829,43 +826,42 @@ class MasterAdamW:
         self.num_steps, self.state = 0, []  # [two moments, and the lower halves if there are any]
         for param in self.params:
             dtypes = [torch.float32] * 2 + [torch.int16] * (param.dtype == torch.bfloat16)
-            zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
-            self.state.append([zeros(param, dtype=dtype) for dtype in dtypes])
+            self.state.append([torch.zeros_like(param, dtype=dtype) for dtype in dtypes])
         self.options = dict(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
         self.options |= dict(amsgrad=False, maximize=False, fused=True)
 
     @torch.no_grad()
     def step(self, learning_rate, max_grad_norm=math.inf):
-        """Clip the gradient to `max_grad_norm`, update, drop it -> its norm before clipping.
+        """Clip the gradient to `max_grad_norm`, update, free it -> its norm before clipping.
 
         If that is not finite, as after a loss that is not, raises `Error` and moves no weight.
         """
-        for module in self.sharded:
+        for module in self.sharded:  # FSDP shows whole weights until then; a step is for the shards
             module.reshard()
+        gradients = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
         norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
-        norms = [norm(param.grad) for param in self.params if param.grad is not None]
-        norm = whole(norm(torch.stack(norms))).item()
+        norm = whole(norm(torch.stack([norm(g) for g in gradients if g is not None]))).item()
         if not math.isfinite(norm):
             raise Error(f"the gradient's norm is {norm}; the weights are as they were before")
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
         for param, state in zip(self.params, self.state, strict=True):
-            gradient, param.grad = param.grad, None  # freed as soon as it has been used
-            if gradient is not None:
-                tensors = (param, gradient, *state)
-                slices = [local(tensor).view(-1).split(self.SLICE) for tensor in tensors]
-                for parts in zip(*slices, strict=True):
-                    self.step_slice(learning_rate, scale, *parts)
+            gradient = gradients.pop(0)  # freed as soon as it has been used
+            if gradient is None:
+                continue
+            tensors = (param, gradient, *state)
+            own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+            slices = zip(*(tensor.view(-1).split(self.SLICE) for tensor in own), strict=True)
+            for weights, slope, first, second, *lower in slices:
+                master = join_halves(weights, *lower) if lower else weights
+                count = torch.full((), float(self.num_steps), device=master.device)  # adamw adds 1
+                lists = [master], [slope.float() * scale], [first], [second], [], [count]
+                adamw(*lists, lr=learning_rate, **self.options)
+                if lower:
+                    split_halves(master, weights, *lower)
         self.num_steps += 1
         return norm
-
-    def step_slice(self, learning_rate, scale, weights, gradient, first, second, lower=None):
-        """The step of a few weights: torch's own AdamW, on their float32 masters."""
-        master = weights if lower is None else join_halves(weights, lower)
-        count = torch.full((), float(self.num_steps), device=master.device)  # adamw adds 1 to it
-        state = [master], [gradient.float() * scale], [first], [second], [], [count]
-        adamw(*state, lr=learning_rate, **self.options)
-        if lower is not None:
-            split_halves(master, weights, lower)
 
 
 def join_halves(upper, lower):
@@ -888,13 +884,12 @@ def cut_micro_batches(prompt_lengths, completion_lengths, num_generations, max_t
     that would be too long, an equal part of it. Sorted by length, so that little is padding. One
     completion alone may exceed the budget.
     """
-    prompt, completion = prompt_lengths.max(), completion_lengths.max()
-    sizes = [size for size in range(1, num_generations + 1) if num_generations % size == 0]
-    size = max([s for s in sizes if prompt + s * completion <= max_tokens], default=1)
-    groups = completion_lengths.view(-1, num_generations)
-    order = groups.argsort(dim=1, descending=True, stable=True)
-    rows = order + torch.arange(0, len(completion_lengths), num_generations)[:, None]  # (B, G)
-    parts = rows.view(-1, size)  # each of one group, its longest completion first
+    room = (max_tokens - prompt_lengths.max()) // completion_lengths.max().clamp(min=1)
+    divisors = [n for n in range(1, num_generations + 1) if num_generations % n == 0]
+    size = max(n for n in divisors if n <= max(1, room))  # rows of a group that run together
+    order = completion_lengths.argsort(descending=True, stable=True)  # (N,)
+    rows = order[(order // num_generations).argsort(stable=True)]  # by group, the longest first
+    parts = rows.view(-1, size)  # each of one group
     parts = parts[completion_lengths[parts[:, 0]].argsort(descending=True, stable=True)]
     batches = [parts[:1]]
     for part in parts[1:]:
@@ -916,19 +911,18 @@ def crop(prompt_ids, prompt_mask, completion_ids, mask):
 
 def update(policy, reference, optimizer, config, learning_rate, batch, advantages, fast):
     """num_iterations (mu) AdamW steps on one rollout -> metrics, means over its tokens and steps
-    (`grad_norm`: of the last step).
+    (without a reference, over tokens of groups with an advantage; `grad_norm`: of the last step).
 
     batch: prompt_ids and prompt_mask (B, P), completion_ids and mask (N, C); advantages: (N,) or
     (N, C). reference: a function of such a batch that gives its log-probs (N, C); None: no KL term.
-    The old log-probs of all later steps are those of the first, before any weight moved; with one
-    step they are the new ones themselves.
     """
     prompt_ids, prompt_mask, completion_ids, mask = batch
     num_generations = len(mask) // len(prompt_ids)
-    advantages = advantages.reshape(len(mask), -1).expand(mask.shape)  # (N, C)
+    advantages = advantages.to(mask.device).reshape(len(mask), -1).expand(mask.shape)  # (N, C)
     names = "loss_type epsilon epsilon_high beta importance_sampling_level max_completion_length"
     options = {name: getattr(config, name) for name in names.split()}
-    # Gradients are averaged over ranks, so a total of the whole batch is divided by their number.
+    # Gradients are averaged over ranks, so the normalisers are means over ranks as well; of
+    # sequences each rank has equally many.
     options |= dict(num_sequences=len(mask), num_tokens=mean_tokens(mask))
     if reference is None:  # then a group without advantages has no gradient at all: leave it out
         live = advantages.reshape(len(prompt_ids), -1).any(1)  # (B,)
@@ -939,29 +933,28 @@ def update(policy, reference, optimizer, config, learning_rate, batch, advantage
     num_live, lengths = mean_tokens(mask), (prompt_mask.sum(1).cpu(), mask.sum(1).cpu())
     if not fast:  # then each completion runs with a prompt of its own
         lengths = 0 * lengths[0], lengths[0].max() + lengths[1]
-    micro_batches = cut_micro_batches(*lengths, num_generations, config.micro_batch_tokens)
+    cut = cut_micro_batches(*lengths, num_generations, config.micro_batch_tokens)
+    parts = [crop(prompt_ids[p], prompt_mask[p], completion_ids[r], mask[r]) for p, r in cut]
     for param in optimizer.params:  # a sum of gradients in bfloat16 would lose small ones
-        param.grad_dtype = torch.float32 if len(micro_batches) > 1 else param.dtype
+        param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
 
     # A sharded policy has an entry of its own, see `shard`.
     logprobs = getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
     old_logps, ref_logps, totals = {}, {}, collections.defaultdict(float)
     for iteration in range(config.num_iterations):
-        for i, (prompts, rows) in enumerate(micro_batches):
-            inputs = prompt_ids[prompts], prompt_mask[prompts], completion_ids[rows], mask[rows]
-            inputs = crop(*inputs)
+        for i, (part, (_, rows)) in enumerate(zip(parts, cut, strict=True)):
             if iteration == 0 and reference is not None:
-                ref_logps[i] = reference(*inputs)
-            logp = logprobs(*inputs, config.temperature, fast)
-            old_logp = old_logps.setdefault(i, logp.detach())  # that of the first iteration
+                ref_logps[i] = reference(*part)
+            logp = logprobs(*part, config.temperature, fast)
+            old_logp = old_logps.setdefault(i, logp.detach())  # before any weight has moved
             terms = logp, old_logp, ref_logps.get(i), advantages[rows, : logp.shape[1]]
-            loss, metrics = grpo_loss(*terms, inputs[-1], **options)
+            loss, metrics = grpo_loss(*terms, part[-1], **options)
             loss.backward()
-            share = inputs[-1].sum() / num_live  # of the tokens that metrics are means over
+            share = part[-1].sum() / num_live  # of the tokens that metrics are means over
             for name, value in metrics.items():
                 totals[name] += share * value / config.num_iterations
             totals["loss"] += loss.detach() / config.num_iterations
-        exchange_gradients(policy)
+        exchange_gradients(policy, fast)
         totals["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
     records = gather({name: float(total) for name, total in totals.items()})
     return {name: sum(record[name] for record in records) / len(records) for name in totals}
@@ -976,20 +969,20 @@ class Run:
 
     config: Config
     device: torch.device
-    rewards: dict  # {name: (function, weight)}
+    reward_functions: dict  # {name: (function, weight)}
     policy: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_token_ids: list[int]
     fast: bool = True  # whether `token_logprobs` may share prompts
     sampler: Callable = generate  # or `generate_with_transformers`
+    resumed: Path | None = None  # the checkpoint to go on from
     lora: torch.nn.Module | None = None  # peft's wrapper of the policy
-    train_rows: list[dict] = dataclasses.field(default_factory=list)
+    train_rows: list[dict] = dataclasses.field(default_factory=list)  # of `encode_prompts`
     eval_rows: list[dict] = dataclasses.field(default_factory=list)
     output_dir: Path | None = None
     track: Callable = lambda record: None  # what --report-to wants done with each row of metrics
     finish: Callable = lambda: None  # and at the end
     stop: str = ""  # the signal that asked for an end
-    resumed: Path | None = None  # the checkpoint to go on from
 
     def log(self, name, *records):
         """Append records to a JSONL file of the run's folder."""
@@ -1002,40 +995,37 @@ class Run:
 
 def rollout(run, rows, num_generations, temperature):
     """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask (N, C)."""
-    config, pad_token_id = run.config, run.tokenizer.pad_token_id
+    # Masks tell padding from text, so that any token will do as padding.
+    config, eos, pad_token_id = run.config, run.eos_token_ids, run.eos_token_ids[0]
     prompts = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
-    completion_ids = run.sampler(
-        run.policy, *prompts, num_generations, config.max_completion_length, run.eos_token_ids,
-        pad_token_id, temperature, config.top_p, config.top_k,
-    )  # fmt: skip
-    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
+    how = config.max_completion_length, eos, pad_token_id, temperature, config.top_p, config.top_k
+    completion_ids = run.sampler(run.policy, *prompts, num_generations, *how)
+    return *prompts, completion_ids, completion_mask(completion_ids, eos)
 
 
 def score_completions(run, rows, completion_ids, mask):
-    """What the completions of B rows are worth: texts, {reward, rewards/<name>: (N,)}, steps.
+    """What the completions of B rows are worth -> texts, scores, steps.
 
-    NaN stands for not judged. `steps`, for `process_advantages`, is None unless a reward function
-    gave a list, one number a step; then a single number belongs to the last step.
+    scores: {reward, rewards/<name>: (N,)}, NaN where not judged. steps: None or, if a reward
+    function gave a list, one number a step, the (step_rewards, step_ends) of `process_advantages`;
+    a single number of another function then belongs to the last step.
     """
     rows = [row for row in rows for _ in range(len(mask) // len(rows))]
     ids = [i[m].tolist() for i, m in zip(completion_ids.cpu(), mask.cpu(), strict=True)]
     spoken = [i[:-1] if i[-1] in run.eos_token_ids else i for i in ids]
     texts = run.tokenizer.batch_decode(spoken, skip_special_tokens=True)
     separator = run.config.step_separator
-    steps = [[step for step in text.split(separator) if step.strip()] for text in texts]
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "ids"))
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    columns |= dict(prompts=columns.pop("text"), completions=texts, completion_ids=ids, steps=steps)
-    values = score(run.rewards, **columns)
-
-    def number(value):
-        mean = sum(value) / max(1, len(value)) if isinstance(value, list) else value
-        return math.nan if mean is None else mean
-
-    scores = {name: torch.tensor([*map(number, values[name])]).float() for name in values}
-    reward = sum(weight * scores[name].nan_to_num() for name, (_, weight) in run.rewards.items())
+    parts = [[part for part in text.split(separator) if part.strip()] for text in texts]
+    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+    columns |= dict(prompts=[row["text"] for row in rows], completions=texts)
+    del columns["prompt"]  # which is in `messages`, and in `prompts` as the model sees it
+    values = score(run.reward_functions, **columns | dict(completion_ids=ids, steps=parts))
+    scores, reward = {}, 0
+    for name, (_, weight) in run.reward_functions.items():
+        lists = [v if isinstance(v, list) else [math.nan if v is None else v] for v in values[name]]
+        scores[f"rewards/{name}"] = torch.tensor([sum(v) / max(1, len(v)) for v in lists])
+        reward += weight * scores[f"rewards/{name}"].nan_to_num()
     unjudged = torch.stack([*scores.values()]).isnan().all(0)
-    scores = {f"rewards/{name}": column for name, column in scores.items()}
     scores = dict(reward=reward.masked_fill(unjudged, math.nan), **scores)
     if not any(isinstance(value, list) for column in values.values() for value in column):
         return texts, scores, None
@@ -1044,15 +1034,15 @@ def score_completions(run, rows, completion_ids, mask):
         raise Error("--scale-rewards batch: rewards of single steps are scaled in their group")
     ends = [step_ends(run.tokenizer, row_ids, separator) for row_ids in ids]
     step_rewards = [[0.0] * len(row_ends) for row_ends in ends]
-    for name, (_, weight) in run.rewards.items():
+    for name, (_, weight) in run.reward_functions.items():
         for i, value in enumerate(values[name]):
             if not isinstance(value, list):
                 value = [0.0] * (len(ends[i]) - 1) + [value or 0.0]
-            if len(value) not in (len(ends[i]), len(steps[i])):
+            if len(value) not in (len(ends[i]), len(parts[i])):
                 counts = f"{len(value)} numbers for {len(ends[i])} steps"
                 raise Error(f"the reward {name} returned {counts}: {texts[i]!r:.200}")
-            for j, step in enumerate(value):
-                step_rewards[i][j] += weight * step
+            for j, number in enumerate(value):
+                step_rewards[i][j] += weight * number
     for i in unjudged.nonzero()[:, 0].tolist():  # then there is nothing to normalise
         step_rewards[i], ends[i] = [], []
     return texts, scores, (step_rewards, ends)
@@ -1071,18 +1061,12 @@ def step_ends(tokenizer, ids, separator="\n"):
     return ends[:-1] + [len(ids) - 1]
 
 
-def fill_unjudged(rewards, num_generations):
-    """NaN -> the mean of its group (0 if all are NaN), which is no advantage: (N,) -> (N,)."""
-    groups = rewards.view(-1, num_generations)
-    return groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True)).nan_to_num(0).view(-1)
-
-
 def train(config):
     """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
     run = set_up(config)
     optimizer, reference, done = prepare(run)
     heed_signals(run)
-    (rank, world_size), size = ranks(), config.num_generations
+    (rank, world_size), group, scale = ranks(), config.num_generations, config.scale_rewards
     if config.eval_every and not done:
         evaluate(run, 0)
     bar = tqdm(total=config.max_steps, desc="training", initial=done, disable=rank > 0)
@@ -1092,47 +1076,47 @@ def train(config):
         rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
         rows = rows[rank::world_size]
         # 2. sample G completions of each from the current policy
-        *prompts, completion_ids, mask = rollout(run, rows, size, config.temperature)
+        *prompts, completion_ids, mask = rollout(run, rows, group, config.temperature)
         # 3. score them
-        texts, scores, process = score_completions(run, rows, completion_ids, mask)
+        texts, scores, steps = score_completions(run, rows, completion_ids, mask)
         # 4. normalise the scores within each group
         eos = torch.tensor(run.eos_token_ids, device=run.device)
         finished = torch.isin(completion_ids, eos).any(1, keepdim=True)  # (N, 1)
         columns = scores | dict(length=mask.sum(1).cpu(), finished=finished[:, 0].cpu())
         columns = concatenate(gather(columns))  # of all ranks: --scale-rewards batch wants them
         if columns["reward"].isnan().all():
-            raise Error(f"no completion was judged by {', '.join(run.rewards)}: all returned None")
-        rewards = fill_unjudged(columns["reward"], size)
-        advantages = group_advantages(rewards, size, config.scale_rewards).chunk(world_size)[rank]
-        if process:
-            scale = config.scale_rewards
-            advantages = process_advantages(*process, size, mask.shape[1], scale_rewards=scale)
+            names = ", ".join(run.reward_functions)
+            raise Error(f"no completion was judged by {names}: all returned None")
+        outcome = group_advantages(columns["reward"], group, scale)
+        if steps:
+            advantages = process_advantages(*steps, group, mask.shape[1], scale_rewards=scale)
+        else:
+            advantages = outcome.chunk(world_size)[rank]
         # 5. ascend the clipped surrogate, held to the reference
         middle = time.perf_counter()
         batch = *prompts, completion_ids, (mask & finished if config.mask_truncated else mask)
         rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-        model = run.policy, reference, optimizer
-        metrics = update(*model, config, rate, batch, advantages.to(run.device), run.fast)
+        means = update(run.policy, reference, optimizer, config, rate, batch, advantages, run.fast)
         # 6. log, look, evaluate, save
         end = time.perf_counter()
-        record = dict(step=step, **rollout_metrics(columns, size), **metrics, learning_rate=rate)
-        record |= dict(rollout_seconds=middle - start, update_seconds=end - middle)
-        record |= dict(step_seconds=end - start, peak_memory_gb=max(gather(peak_memory_gb())))
-        run.log("metrics.jsonl", record)
-        shown = dict(reward="reward", kl="kl", length="completion_length")
-        bar.set_postfix({short: f"{record[name]:.3g}" for short, name in shown.items()})
+        record = dict(step=step, **rollout_metrics(columns, outcome, group), **means)
+        record |= dict(learning_rate=rate, rollout_seconds=middle - start)
+        record |= dict(update_seconds=end - middle, step_seconds=end - start)
+        run.log("metrics.jsonl", record | dict(peak_memory_gb=max(gather(peak_memory_gb()))))
+        shown = dict(reward=record["reward"], kl=record["kl"], length=record["completion_length"])
+        bar.set_postfix(shown)
         bar.update()
         last = step == config.max_steps
-        run.stop = max(gather(run.stop))  # a signal to any rank stops them all
+        stop = max(gather(run.stop))  # a signal to any rank stops them all
         if config.samples_every and (step % config.samples_every == 0 or step == 1):
             show_samples(run, step, rows, texts, scores, advantages)
         if config.eval_every and (step % config.eval_every == 0 or last):
             evaluate(run, step)
-        if last or run.stop or config.save_every and step % config.save_every == 0:
+        if last or stop or config.save_every and step % config.save_every == 0:
             save_checkpoint(run, optimizer, step)
-        if run.stop and not last:
+        if stop and not last:
             run.finish()
-            raise Error(f"{run.stop} after step {step}; go on with --resume {run.output_dir}")
+            raise Error(f"{stop} after step {step}; go on with --resume {run.output_dir}")
     bar.close()
     run.finish()
     return conclude(run) if rank == 0 else {}
@@ -1146,20 +1130,21 @@ def set_up(config):
     if config.prompts_per_step % world_size or world_size > 1 and alone:
         single = "--lora-rank and --continuous-batching are for one"
         raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple; {single}")
-    rewards = load_rewards(config.reward, device)
-    train_rows, eval_rows = load_data(config, needs_answer="accuracy" in rewards)
-    resumed = newest_checkpoint(Path(config.resume)) if config.resume else None
+    functions = load_rewards(config.reward, device)
+    train_rows, eval_rows = load_data(config, needs_answer=judges_answers(functions))
+    resumed = newest_checkpoint(Path(config.resume)) if config.resume and rank == 0 else None
+    resumed = gather(resumed)[0]
     reference = Path(config.resume or "") / "reference"
     start = str(reference) if resumed and reference.exists() else config.model
-    if resumed and config.beta and config.sft_steps and not reference.exists():
-        raise Error(f"--resume: with --beta above 0 it needs {reference}, the model as GRPO began")
+    changed = config.sft_steps and (config.beta or config.lora_rank)  # what GRPO began with
+    if resumed and changed and not reference.exists():
+        raise Error(f"--resume: with these options it needs {reference}, the model as GRPO began")
     dtype = "float32" if world_size > 1 else config.dtype  # FSDP's shards are the masters
     loaded = load_model(dataclasses.replace(config, model=start, dtype=dtype), device)
     sampler = generate if has_plain_cache(loaded[0]) else generate_with_transformers
     if config.continuous_batching:
         sampler = functools.partial(generate_with_transformers, continuous=True)
-    run = Run(config, device, rewards, *loaded, fast_path_holds(loaded[0]), sampler)
-    run.resumed = resumed
+    run = Run(config, device, functions, *loaded, fast_path_holds(loaded[0]), sampler, resumed)
     transformers.set_seed(config.seed + rank)
     run.train_rows, run.eval_rows = encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
     if (count := len(run.train_rows)) < config.prompts_per_step:
@@ -1200,22 +1185,19 @@ def fast_path_holds(model):
     ids = ids.to(model.device)
     batch = [ids[:2], torch.ones_like(ids[:2]).bool(), ids[2:], torch.ones_like(ids[2:]).bool()]
     batch[1][0, :2] = False
-    head, results, products, hooks = model.get_output_embeddings(), [], [], []
+    head, results, products = model.get_output_embeddings(), [], []
     try:
         for fast in (False, True):
             logp = token_logprobs(model, *batch, fast=fast)
             gradient = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
             results.append((logp, *gradient))
         # On inputs so large that a cap shows even in a model whose logits are small.
-        hooks += [head.register_forward_pre_hook(lambda module, inputs: (1000 * inputs[0],))]
-        hooks += [head.register_forward_hook(lambda module, inputs, out: products.append(out))]
-        with torch.no_grad():
+        enlarge = head.register_forward_pre_hook(lambda module, inputs: (1000 * inputs[0],))
+        record = head.register_forward_hook(lambda module, inputs, out: products.append(out))
+        with enlarge, record, torch.no_grad():
             logits = model(ids).logits
     except Exception:  # whatever a model raises that has no such cache or no such head
         return False
-    finally:
-        for hook in hooks:
-            hook.remove()
     tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-4
     same = [(f - p).norm() <= tolerance * p.norm() for p, f in zip(*results, strict=True)]
     capped = not torch.equal(logits.float(), products[0].float())
@@ -1246,13 +1228,16 @@ def prepare(run):
             run.policy = run.lora.merge_and_unload()
             add_lora(run)
     if not path and config.max_steps and (config.beta or run.lora):
-        save_model(run, run.output_dir / "reference")
+        try:
+            save_model(run, run.output_dir / "reference")
+        except Exception as error:  # a full disk, for one
+            raise Error(f"cannot save the reference: {first_line(error)}") from None
     optimizer = MasterAdamW(run.policy, config.weight_decay)
-    reference = freeze_reference(run) if config.beta else None
+    reference = freeze_reference(run) if config.beta and config.max_steps else None
     if path:
         return optimizer, reference, restore(run, optimizer, path)
     for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
-        (run.output_dir / name).write_text("")  # of a run that left no checkpoint
+        (run.output_dir / name).write_text("")  # a run that left no checkpoint starts over
     return optimizer, reference, 0
 
 
@@ -1282,27 +1267,25 @@ def sft(run):
     """
     config, optimizer, rows = run.config, MasterAdamW(run.policy), []
     for row in run.train_rows:
-        text = row.get("solution") or row["answer"]
-        ids = run.tokenizer(str(text), add_special_tokens=False)["input_ids"]
-        ids += run.eos_token_ids[:1]
+        text = row["columns"].get("solution") or row["columns"]["answer"]
+        ids = run.tokenizer.encode(str(text), add_special_tokens=False) + run.eos_token_ids[:1]
         if text is not None and len(ids) <= config.max_completion_length:
-            rows.append({**row, "solution_ids": ids})
+            rows.append(dict(prompt=row["ids"], solution=ids))
     if len(rows) < len(run.train_rows):
         left_out = f"{len(run.train_rows) - len(rows)} of {len(run.train_rows)} solutions"
         say(f"left out {left_out}: none, or over {config.max_completion_length} tokens")
     if not rows:
         raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
-    (rank, world_size), size = ranks(), config.prompts_per_step * config.num_generations
-    likelihood = dict(loss_type="dapo", importance_sampling_level="token", temperature=1.0)
-    likelihood = dataclasses.replace(config, num_iterations=1, **likelihood)
+    (rank, world_size), batch_size = ranks(), config.prompts_per_step * config.num_generations
+    likelihood = dataclasses.replace(config, loss_type="dapo", num_iterations=1, temperature=1.0)
     bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
     for step in bar:
-        mine = prompt_batch(rows, step, size, config.seed)[rank::world_size]
-        prompts = pad([row["ids"] for row in mine], 0, "left", run.device)
-        batch = *prompts, *pad([row["solution_ids"] for row in mine], 0, "right", run.device)
-        options = likelihood, config.sft_learning_rate, batch, torch.ones_like(batch[3])
-        metrics = update(run.policy, None, optimizer, *options, run.fast)
-        bar.set_postfix(loss=f"{metrics['entropy']:.3f}")
+        mine = prompt_batch(rows, step, batch_size, config.seed)[rank::world_size]
+        prompts = pad([row["prompt"] for row in mine], 0, "left", run.device)
+        solutions, mask = pad([row["solution"] for row in mine], 0, "right", run.device)
+        optimize = run.policy, None, optimizer, likelihood, config.sft_learning_rate
+        metrics = update(*optimize, (*prompts, solutions, mask), mask.float(), run.fast)
+        bar.set_postfix(loss=metrics["entropy"])  # mean of -logp: the cross-entropy
 
 
 def pass_at_k(num_samples, num_right, k):
@@ -1320,22 +1303,24 @@ def evaluate(run, step):
     config, (rank, world_size), count, parts = run.config, ranks(), run.config.eval_samples, []
     if not run.eval_rows:  # fewer than ten rows of data leave none to hold out
         return
-    accuracy = run.rewards.get("accuracy", [None])[0] is accuracy_reward
-    size = max(1, config.prompts_per_step * config.num_generations // max(1, count))
-    mine = run.eval_rows[rank::world_size] or run.eval_rows[:1]
+    # As many completions at once as in a step of training, on every rank.
+    at_once = config.prompts_per_step * config.num_generations // (max(1, count) * world_size)
+    mine = run.eval_rows[rank::world_size] or run.eval_rows[:1]  # FSDP wants every rank to run
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(config.seed + rank)
-        for start in tqdm(range(0, len(mine), size), "evaluating", leave=False, disable=rank > 0):
-            rows = mine[start : start + size]
+        starts = range(0, len(mine), max(1, at_once))
+        for start in tqdm(starts, "evaluating", leave=False, disable=rank > 0):
+            rows = mine[start : start + max(1, at_once)]
             part = score_completions(run, rows, *rollout(run, rows, 1, temperature=0)[2:])[1]
-            if count and accuracy:
+            if count and run.reward_functions.get("accuracy", [None])[0] is accuracy_reward:
                 samples = rollout(run, rows, count, config.temperature)
                 right = score_completions(run, rows, *samples[2:])[1]["rewards/accuracy"]
                 right = right.view(len(rows), count).sum(1).int().tolist()
                 for k in (2**i for i in range(count.bit_length())):
                     part[f"pass@{k}"] = torch.tensor([pass_at_k(count, n, k) for n in right])
             parts.append(part)
-    columns = concatenate(sum(gather(parts), [])).items()
+    parts = gather(parts if rank < len(run.eval_rows) else [])
+    columns = concatenate(sum(parts, [])).items()
     means = {f"eval/{name}": number_or_none(column.nanmean()) for name, column in columns}
     run.log("metrics.jsonl", dict(step=step, **means))
 
@@ -1345,20 +1330,21 @@ def concatenate(parts):
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def rollout_metrics(columns, num_generations):
-    """What a row of metrics tells of the completions of all ranks and of their scores."""
+def rollout_metrics(columns, advantages, num_generations):
+    """What a row of metrics tells of the completions of all ranks: their lengths, which of them are
+    finished, their scores (NaN: not judged) and, as outcomes, advantages, each of shape (N,)."""
     scores = {name: column for name, column in columns.items() if name.startswith("reward")}
-    groups = fill_unjudged(scores["reward"], num_generations).view(-1, num_generations)
+    unjudged = {name[8:]: int(c.isnan().sum()) for name, c in scores.items() if name != "reward"}
+    groups = columns["reward"].view(-1, num_generations)
     return dict(
         **{name: number_or_none(column.nanmean()) for name, column in scores.items()},
-        **{name.replace("rewards/", "unjudged/"): int(c.isnan().sum())
-           for name, c in scores.items() if name != "reward" and c.isnan().any()},
-        reward_std=groups.std(1).mean().item(),
-        zero_std_fraction=(groups.amax(1) == groups.amin(1)).float().mean().item(),
+        **{f"unjudged/{name}": number for name, number in unjudged.items() if number},
+        reward_std=number_or_none(groups.std(1).nanmean()),
+        zero_std_fraction=(advantages.view(groups.shape) == 0).all(1).float().mean().item(),
         completion_length=columns["length"].float().mean().item(),
         num_tokens=int(columns["length"].sum()),
         truncated_fraction=1 - columns["finished"].float().mean().item(),
-    )  # fmt: skip
+    )
 
 
 def peak_memory_gb():
@@ -1372,7 +1358,7 @@ def peak_memory_gb():
 
 
 def show_samples(run, step, rows, texts, scores, advantages):
-    """Print the first completions of as many prompts; all go to samples.jsonl."""
+    """Print the first completion of each of the first three prompts; all go to samples.jsonl."""
     group, records = run.config.num_generations, []
     for i, text in enumerate(texts):
         record = dict(step=step, prompt=rows[i // group]["text"], completion=text)
@@ -1450,17 +1436,19 @@ def shard(policy, compute_dtype):
         fsdp.fully_shard(module, mp_policy=precision, reshard_after_forward=False)
     policy.set_reshard_after_backward(False)  # layers stay whole until the optimizer's step
     policy.set_requires_gradient_sync(False)  # and gradients until `exchange_gradients`
-    policy.token_logprobs = types.MethodType(token_logprobs, policy)
+    policy.token_logprobs = functools.partial(token_logprobs, policy)
     fsdp.register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
 
 
-def exchange_gradients(policy):
-    """Average the ranks' gradients: in one more pass, of one token and times zero, that runs each
-    layer once on every rank. In the others they may run layers and micro-batches of any number."""
+def exchange_gradients(policy, fast):
+    """Average the ranks' gradients. FSDP does it in a backward, once for each layer; so all ranks
+    run one more, of one token and times zero. In those before it nothing is exchanged, so that
+    ranks may cut different numbers of micro-batches."""
     if ranks()[1] > 1:
         token = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+        batch = token, token == 0, token, token == 0
         policy.set_requires_gradient_sync(True)
-        (0 * policy.token_logprobs(token, token == 0, token, token == 0)).sum().backward()
+        (0 * policy.token_logprobs(*batch, fast=fast)).sum().backward()
         policy.set_requires_gradient_sync(False)
 
 
@@ -1469,21 +1457,9 @@ def mean_tokens(mask):
     return torch.tensor(gather(mask.sum().item())).float().mean().clamp(min=1)
 
 
-def local(tensor):
-    """This rank's share of a sharded tensor; any other as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole(tensor):
     """All of a sharded tensor, on every rank; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(tensor, like):
-    """A whole tensor, sharded as `like` is, if it is."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
 # ---------------------------------------------------------------- checkpoints, trackers, signals
@@ -1518,7 +1494,8 @@ def save_checkpoint(run, optimizer, step):
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         save_model(run, temporary)
-        state = dict(step=step, optimizer=optimizer_state(optimizer), random=random_state())
+        state = dict(step=step, optimizer=optimizer_state(optimizer))
+        state["random"] = gather(random_state())  # of every rank
         if ranks()[0] == 0:
             torch.save(state, temporary / "trainer_state.pt")
             files = [file for file in temporary.rglob("*") if file.is_file()]
@@ -1560,12 +1537,12 @@ def restore_optimizer(optimizer, saved):
     rows = zip(optimizer.params, optimizer.state, saved["tensors"], strict=True)
     for param, state, (weights, first, second, *lower) in rows:
         master = join_halves(weights, *lower) if lower else weights
+        for tensor, value in zip((param, *state), (master, first, second), strict=False):
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            tensor.copy_(value)
         if len(state) > 2:
             split_halves(master.to(param.device), param, state[2])
-        else:
-            param.copy_(shard_like(master, param))
-        state[0].copy_(shard_like(first, param))
-        state[1].copy_(shard_like(second, param))
 
 
 def digest(file):
@@ -1587,28 +1564,38 @@ def checkpoints(output_dir):
 
 
 def newest_checkpoint(output_dir):
-    """The newest checkpoint folder that is whole, or None. Says which ones are damaged."""
+    """The newest checkpoint folder that is whole, or None if there never was one. Damaged ones that
+    are newer get another name. Raises `Error` if all are damaged."""
+    damaged = []
     for path in checkpoints(output_dir):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             digests = json.loads((path / "manifest.json").read_text())
             if all(digest(path / name) == value for name, value in digests.items()):
+                for newer in damaged:
+                    shutil.rmtree(f"{newer}.damaged", ignore_errors=True)
+                    newer.rename(f"{newer}.damaged")
                 return path
-        except (OSError, ValueError):
-            pass
         say(f"{path} is damaged and left aside")
-    return None
+        damaged.append(path)
+    if damaged:
+        raise Error(f"--resume {output_dir}: all of its checkpoints are damaged")
 
 
 def restore(run, optimizer, path):
     """Weights, optimizer, random states and logs as they were when `path` was saved -> its step."""
     state = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=True, mmap=True)
-    restore_optimizer(optimizer, state["optimizer"])
-    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
+    rank, world_size = ranks()
+    try:
+        restore_optimizer(optimizer, state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        other = "was saved with other options: " + first_line(error)
+        raise Error(f"--resume: {path} {other}") from None
+    for name in ("metrics.jsonl", "samples.jsonl") if rank == 0 else ():
         rows = [row for row in read_log(run.output_dir, name) if row["step"] <= state["step"]]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (run.output_dir / name).write_text(text, encoding="utf-8")
-    if ranks()[0] == 0:  # other ranks draw anew
-        random_state(state["random"])
+    if world_size == len(state["random"]):  # else the ranks draw anew
+        random_state(state["random"][rank])
     say(f"going on after step {state['step']}")
     return state["step"]
 
@@ -1617,8 +1604,7 @@ def read_log(output_dir, name):
     """Rows of a log, without the half-written last one that a crash can leave."""
     rows = []
     with contextlib.suppress(OSError, ValueError), open(output_dir / name, encoding="utf-8") as log:
-        for line in log:
-            rows.append(json.loads(line))
+        rows.extend(map(json.loads, log))
     return rows
 
 
@@ -1627,13 +1613,11 @@ def random_state(state=None):
     if state:
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers), gauss))
+        random.setstate(state["python"])
         numpy.random.set_state(tuple(state["numpy"]))
     name, numbers, *rest = numpy.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    python, numpy_state = random.getstate(), [name, numbers.tolist(), *rest]
-    return dict(torch=torch.get_rng_state(), cuda=cuda, python=python, numpy=numpy_state)
+    states = dict(python=random.getstate(), numpy=[name, numbers.tolist(), *rest])
+    return states | dict(torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all())
 
 
 def tracker(run):
@@ -1641,8 +1625,7 @@ def tracker(run):
     name = run.config.report_to
     module = import_optional(name, f"--report-to {name}")
     if name != "tensorboard":
-        config = dataclasses.asdict(run.config)
-        module.init(project="grpo", name=run.output_dir.name, config=config)
+        module.init(project="grpo", name=run.output_dir.name, config=dataclasses.asdict(run.config))
         return lambda row: module.log(row, step=row["step"]), module.finish
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
 
@@ -1672,13 +1655,15 @@ def heed_signals(run):
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER_IN_TEXT = re.compile(
     rf"(?:(?<![\w)\]}}.%])[-−–])?\\?[$€£]?"
-    rf"(?:\\[dt]?frac{{-?{_DECIMAL}}}{{{_DECIMAL}}}|{_DECIMAL}(?:/{_DECIMAL})?)(?: ?\\?%)?"
+    rf"(?:\\[dt]?frac{{-?{_DECIMAL}}}{{{_DECIMAL}}}|\d+ \d+/\d+|{_DECIMAL}(?:/{_DECIMAL}|e\d+)?)"
+    r"(?: ?\\?%)?"
 )
 _NUMBER = re.compile(  # sign, whole, top, bottom, percent, unit
     rf"([-+]?)\s*(?:(\d+)\s+)?({_DECIMAL}(?:[eE][-+]?\d{{1,3}})?)(?:\s*/\s*({_DECIMAL}))?\s*(%)?"
-    r"\s*([A-Za-z]{2,}(?:[\s./-]+[A-Za-z]+)*\.?(?:\^{?[23]}?)?)?"
+    r"(?:(?:\s+|(?=(?:[cmk]m|kg|ml|ft|lbs?|oz|mph|hrs?|[ap]m)\b))"  # a space, or one of these
+    r"([A-Za-z]{2,}(?:[\s./-]+[A-Za-z]+)*\.?(?:\^{?[23]}?)?))?"
 )
-_NOT_UNITS = {"pi", "dozen", "hundred", "thousand", "million", "billion", "trillion"}
+_NOT_UNITS = {*"pi dozen hundred thousand million billion trillion and or no not half".split()}
 _SPELLINGS = {
     "-": "− –", "*": "× · \\times \\cdot", "/": "÷", "%": "\\%", ",": "{,}",
     "\\frac": "\\dfrac \\tfrac",
@@ -1708,8 +1693,7 @@ def extract_answer(text):
     line = after.strip().partition("\n")[0].strip() if mark else ""
     if line and (_number(line) or not re.search(r"[A-Za-z]{2,} ", line)):
         return line  # what follows #### is the answer, unless it is prose
-    numbers = _NUMBER_IN_TEXT.findall(line if mark else text)
-    return numbers[-1] if numbers else None
+    return (_NUMBER_IN_TEXT.findall(line if mark else text) or [None])[-1]
 
 
 def _clean(text):
@@ -1724,7 +1708,7 @@ def _clean(text):
 
 
 def _number(text):
-    """(exact value, whether in percent) of a text that is one number, perhaps with a unit."""
+    """(exact value, whether in percent, words of its unit) of a text that is one number."""
     if len(text) > 400:  # no answer is that long, and thousands of digits cost time
         return None
     text = re.sub(r"\\frac{(-?[\d.,]+)}{([\d.,]+)}", r" \1/\2", _clean(text)).strip()
@@ -1738,7 +1722,7 @@ def _number(text):
     if bottom == 0:
         return None
     value = (int(whole or 0) + top / bottom) * (-1 if sign == "-" else 1)
-    return value, bool(percent) or words == ["percent"]
+    return (value, True, []) if words == ["percent"] else (value, bool(percent), words)
 
 
 def answers_match(answer, gold):
@@ -1751,9 +1735,10 @@ def answers_match(answer, gold):
     if not answer or not gold:
         return False
     if (a := _number(answer)) and (g := _number(gold)):
-        (value, percent), (gold_value, gold_percent) = a, g
+        (value, percent, unit), (gold_value, gold_percent, gold_unit) = a, g
         scale = Fraction(100) ** (int(percent) - int(gold_percent))
-        return value in (gold_value, gold_value * scale)
+        same_unit = unit == gold_unit or not unit or not gold_unit
+        return same_unit and value in (gold_value, gold_value * scale)
     texts = [re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _clean(text)) for text in (answer, gold)]
     texts = [re.sub(r"^\((\w)\)$", r"\1", text) for text in texts]
     a, g = (text.casefold() if text.isalpha() else text for text in texts)
@@ -1778,7 +1763,8 @@ def format_reward(prompts, completions, **columns):
     """
     scores = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        text = "<think>" * prompt.rstrip().endswith("<think>") + completion.strip()
+        opened = prompt.rstrip().endswith("<think>")
+        text = ("<think>" if opened else "") + completion.strip()
         once = text.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
         scores.append(float(once and text.partition("</think>")[2].strip() != ""))
     return scores
@@ -1808,11 +1794,9 @@ def equations_hold(text):
     Exact, but a side with decimals may be rounded and 40% may be 40. What stands beside an unknown
     (2x + 1 = 5) is no such equation. The <<…>> of GSM8K are read apart from the text around them.
     """
-    for spelling, others in {"-": "−–", "*": "×·", "/": "÷", "": "$€£\\"}.items():
-        text = text.translate({ord(other): spelling for other in others})
-    text = re.sub(
-        r"(?<=\d),(?=\d{3})|(?<=[\d)%])\s*x(?=\s*[\d(])", lambda m: "*" * ("x" in m[0]), text
-    )
+    text = text.translate(str.maketrans("−–×·÷", "--**/", "$€£\\"))
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    text = re.sub(r"(?<=[\d)%])\s*x(?=\s*[\d(])", "*", text)
     truths = []
     for part in [re.sub(r"<<.*?>>", "", text), *re.findall(r"<<(.*?)>>", text)]:
         for match in _EQUATION.finditer(part[:1000]):
@@ -1834,8 +1818,8 @@ def equations_hold(text):
 def evaluate_arithmetic(text):
     """The exact value of + - * / ^ % and brackets over decimal numbers; None if there is none.
     Python's parser reads it, nothing is executed."""
-    signs = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-    signs |= {ast.Div: operator.truediv, ast.Pow: operator.pow}
+    signs = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__}
+    signs |= {ast.Div: Fraction.__truediv__, ast.Pow: Fraction.__pow__}
 
     def value(node):
         if isinstance(node, ast.Constant):
@@ -1843,8 +1827,9 @@ def evaluate_arithmetic(text):
         if isinstance(node, ast.UnaryOp):
             return -value(node.operand)
         left, right = value(node.left), value(node.right)
-        if isinstance(node.op, ast.Pow) and (abs(right) > 20 or right.denominator > 1):
-            raise ValueError("a power that could be huge")
+        digits = max(left.numerator.bit_length(), left.denominator.bit_length())
+        if isinstance(node.op, ast.Pow) and (right.denominator > 1 or abs(right) * digits > 4096):
+            raise ValueError("a root, or a power that could be huge")
         return Fraction(signs[type(node.op)](left, right))
 
     code = re.sub(r"(?<![\d.])0+(?=\d)", "", "".join(text.split()).replace("^", "**"))
@@ -1864,15 +1849,15 @@ def language_reward(prompts, completions, script="LATIN", **columns):
     """
     shares = []
     for text in completions:
-        letters = [unicodedata.name(char, "") for char in text if char.isalpha()]
-        share = sum(script.upper() in name for name in letters) / max(1, len(letters))
-        shares.append(share if letters else 1.0)
+        hits = [script.upper() in unicodedata.name(char, "") for char in text if char.isalpha()]
+        shares.append(sum(hits) / len(hits) if hits else 1.0)
     return shares
 
 
 def code_reward(prompts, completions, tests, **columns):
-    """1.0 where the last fenced Python block passes the data's `tests` (Python text, or a list of
-    such lines), else 0.0; None without tests. Needs what follows, through `run_tests`.
+    """1.0 where the last fenced block of Python (else of no named language) passes the data's
+    `tests`, Python text or a list of such lines, else 0.0; None without tests. Needs what follows,
+    through `run_tests`.
 
     **No sandbox against malice.** The code runs in a process of its own, with limits on time,
     memory, processes and files and, on Linux where the kernel allows it, without network, in a
@@ -1883,17 +1868,22 @@ def code_reward(prompts, completions, tests, **columns):
     """
 
     def passes(completion, test):
-        blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", completion, re.DOTALL)
-        test = test if isinstance(test, str) or test is None else "\n".join(test)
-        return None if test is None else float(bool(blocks) and run_tests(blocks[-1], test, words))
+        if test is None:
+            return None
+        fence = r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```"
+        blocks = re.findall(fence, completion, re.DOTALL | re.MULTILINE)
+        named = [code for name, code in blocks if name.lower() in ("python", "python3", "py")]
+        code = (named or [code for name, code in blocks if not name] or [None])[-1]
+        test = test if isinstance(test, str) else "\n".join(test)
+        return float(code is not None and run_tests(code, test, words))
 
-    words = namespaces()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    words, processes = namespaces(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    with ThreadPoolExecutor(max(1, os.cpu_count() // processes)) as pool:
         return list(pool.map(passes, completions, tests))
 
 
-# A shell's words: make the folder that it stands in, read-only but for a small file system of its
-# own, all that the command after them sees.
+# A shell script, run inside the new namespaces, with the command as "$@". It mounts an empty file
+# system on the current folder, binds each path of $VISIBLE into it, read-only, and stays there.
 SANDBOX = """
 mount -t tmpfs -o nosuid,nodev,size=64m,mode=777 tmpfs . && cd "$PWD" && IFS=:
 for path in $VISIBLE; do
@@ -1904,7 +1894,8 @@ done
 mkdir proc && mount -t proc proc proc && exec chroot . "$@"
 """
 
-# Python that reads a job, runs its code and then its tests, and repeats what it can read after it.
+# Runs a job's code, then its tests, and only then repeats the secret that stands behind the job: a
+# program that ends early cannot.
 PROGRAM = """
 import json, os, resource
 source, out, null = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
@@ -1924,35 +1915,41 @@ os._exit(0)
 @functools.cache
 def namespaces():
     """The words before a command that give it mount, IPC, PID and network namespaces and hide all
-    files but Python's and the system's libraries; where the kernel refuses, a parent of its own."""
+    files but Python's and the system's libraries; where the kernel refuses, only a shell as its
+    parent, so that code which kills its parent does not kill the trainer."""
     root = os.getuid() == 0  # needs no user namespace, in which it would have no process limit
     words = ["unshare", "--mount", "--ipc", "--net", "--pid", "--fork", "--kill-child"]
     words += [*([] if root else ["--user", "--map-root-user"]), "sh", "-c", SANDBOX, "sh"]
     words += ["setpriv", "--no-new-privs", "--bounding-set=-all"]
     words += ["--reuid=65534", "--regid=65534", "--clear-groups"] if root else []
-    if run_tests("", "", words):
-        return words
+    with contextlib.suppress(OSError):  # no such command
+        if run_tests("", "", words):
+            return words
     say("note: the code reward runs without namespaces, which this system refuses: see the README")
     return ["sh", "-c", '"$@"; exit', "sh"]
 
 
 def run_tests(code, tests, words=(), seconds=5, megabytes=512):
-    """Whether `code` and then `tests` run to their end within limits, in a process of their own,
-    started by the command `words`. Read what `code_reward` says of safety."""
+    """Whether `code` and then `tests` run to their end in a process of their own, started by the
+    command `words`, within so much CPU time and three times as much in all (other programs run
+    beside it). Read what `code_reward` says of safety."""
     secret = secrets.token_hex(16)  # what only a run that reaches the end of tests repeats
-    limits = dict(CPU=seconds + 1, AS=megabytes * 2**20, NPROC=64, FSIZE=2**20, NOFILE=64, CORE=0)
+    limits = dict(CPU=seconds, AS=megabytes * 2**20, NPROC=256, FSIZE=2**20, NOFILE=64, CORE=0)
     job = json.dumps(dict(code=code, tests=tests, limits=limits)) + "\n" + secret
     visible = f"/usr:/lib:/lib64:/bin:/dev/null:{sys.prefix}:{sys.base_prefix}"
     command = [*words, os.path.abspath(sys.executable), "-I", "-c", PROGRAM]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+    folder = tempfile.mkdtemp()
+    with tempfile.TemporaryFile() as output:
         own = dict(cwd=folder, env=dict(PATH="/usr/sbin:/usr/bin:/sbin:/bin", VISIBLE=visible))
         own |= dict(stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL)
         process = subprocess.Popen(command, start_new_session=True, **own)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(job.encode(), timeout=seconds)
+            process.communicate(job.encode(), timeout=3 * seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        with contextlib.suppress(RecursionError):  # of folders within folders
+            shutil.rmtree(folder, ignore_errors=True)
         output.seek(0)
         return output.read(64) == secret.encode()
 
@@ -1969,8 +1966,7 @@ def reward_model(path, device):
     if model.config.num_labels != 1:
         raise Error(f"the reward model {path} has {model.config.num_labels} outputs, not one")
     model.to(device).eval()
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
     @torch.no_grad()
@@ -2050,7 +2046,9 @@ def judge_reward(target, device=None, timeout=60, attempts=3):
 
 REWARDS = dict(accuracy=accuracy_reward, format=format_reward, step=step_reward, code=code_reward)
 REWARDS_WITH_ARGUMENT = dict(  # text after the colon, device -> function
-    language=lambda script, _: functools.partial(language_reward, script=script or "LATIN"),
+    language=lambda script, device: (
+        lambda prompts, completions, **_: language_reward(prompts, completions, script or "LATIN")
+    ),
     reward_model=reward_model,
     judge=judge_reward,
 )
@@ -2058,31 +2056,39 @@ REWARDS_WITH_ARGUMENT = dict(  # text after the colon, device -> function
 
 def load_rewards(specs, device="cpu"):
     """{name: (function, weight)} of `NAME[:ARGUMENT][=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
-    rewards = {}
+    functions = {}
     for spec in specs:
         target, weight = re.fullmatch(r"(.*?)(?:=([^=]*))?", spec, re.DOTALL).groups()
         name, _, argument = target.partition(":")
         try:
             if ".py:" in target:
                 path, _, name = target.rpartition(":")
-                function = runpy.run_path(path)[name]
+                function = run_file(path)[name]
             elif name in REWARDS and not argument:
                 function = REWARDS[name]
             else:
                 function = REWARDS_WITH_ARGUMENT[name](argument, device)
-            rewards[name] = (function, 1.0 if weight is None else float(weight))
-        except Error:
-            raise
+            functions[name] = (function, 1.0 if weight is None else float(weight))
         except (KeyError, ValueError, OSError) as error:
             known = ", ".join([*REWARDS, *(f"{name}:…" for name in REWARDS_WITH_ARGUMENT)])
             known += " or FILE.py:FUNCTION, with =WEIGHT if not 1"
             raise Error(f"--reward {spec}: {first_line(error)}; it takes {known}") from None
-        except Exception as error:  # of the user's file
-            traceback.print_exc()
-            raise Error(f"--reward {spec}: {error!r}") from None
-    if len(rewards) < len(specs) or not all(math.isfinite(w) for _, w in rewards.values()):
-        raise Error(f"--reward {' '.join(specs)}: a name twice, or a weight that is not finite")
-    return rewards
+    good = all(callable(function) and math.isfinite(w) for function, w in functions.values())
+    if len(functions) < len(specs) or not good:
+        what = "a name twice, a weight that is not finite or what is no function"
+        raise Error(f"--reward {' '.join(specs)}: {what}")
+    return functions
+
+
+def run_file(path):
+    """{name: value} of what a Python file defines."""
+    try:
+        return runpy.run_path(path)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise Error(f"{path} failed: {error!r}") from None
 
 
 # -------------------------------------------------------------------------- built-in task and model
@@ -2120,9 +2126,8 @@ def tiny_model(seed, dtype):
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = transformers.Qwen2Tokenizer(vocab=vocab, merges=[], **special)
     shape = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=4, tie_word_embeddings=True, initializer_range=0.06)
-    shape |= dict(vocab_size=len(tokens), max_position_embeddings=256)
-    shape |= dict(eos_token_id=0, pad_token_id=0)
+    shape |= dict(num_key_value_heads=4, vocab_size=len(tokens), max_position_embeddings=256)
+    shape |= dict(tie_word_embeddings=True, initializer_range=0.06, eos_token_id=0, pad_token_id=0)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**shape), dtype=dtype)
     return model, tokenizer
@@ -2158,9 +2163,7 @@ def main():
     except KeyboardInterrupt:
         sys.exit("grpo.py: interrupted")
     except (MemoryError, RuntimeError) as error:
-        if not re.search(
-            "out ?of ?memory|allocate memory|MemoryError", f"{error!r}", re.IGNORECASE
-        ):
+        if not re.search("(?i)out ?of ?memory|allocate memory|MemoryError", repr(error)):
             raise
         hint = "lower --micro-batch-tokens (update) or --prompts-per-step (sampling)"
         sys.exit(f"grpo.py: out of memory: {hint}; {first_line(error)}")

@@ -14,6 +14,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -175,6 +176,8 @@ EXTRACTED = [
     ("pages 3-5", "5"),
     ("one half is 1/2", "1/2"),
     (r"it is \frac{3}{4}", r"\frac{3}{4}"),
+    ("the answer is 1e5.", "1e5"),
+    ("it took 3 1/2 hours", "3 1/2"),
     ("no number at all", None),
     ("", None),
 ]
@@ -190,9 +193,9 @@ SAME = """$80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \\frac{1}{2}|0
 5\\text{ cm}|5; 5\\,\\text{cm}^2|5; 12 miles per hour|12; 18 dollars|18; \\$18|18; 90^\\circ|90; 90°|90
 3 \\times 10^{5}|300000; 3×10^5|300000; 1.5e3|1500; 1\\frac{1}{2}|3/2; 1 1/2|1.5; -\\frac{1}{2}|-0.5; \\frac{-1}{2}|-1/2
 $x^2+1$|x^2 + 1; \\left(1, 2\\right)|(1,2); \\text{Yes}|yes; \\text{(A)}|A; (B)|B; 2\\sqrt3|2\\sqrt{3}; \\(7\\)|7
-0.1|1/10; 0.3333|0.33330; 1e2|100; 007|7; €5|5; 2/4|1/2; y = 2x + 1|2x+1"""
+0.1|1/10; 0.3333|0.33330; 1e2|100; 007|7; €5|5; 2/4|1/2; y = 2x + 1|2x+1; 5cm|5; 5 cm|5 cm; 5 km|5km; 60mph|60"""
 DIFFERENT = """1|11; 11|1; 5|-5; 80|80000; 1,2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5|5x; 5 pi|5; 5\\pi|5; 3 million|3
-50%|0.05; 5%|50%; 1/0|1; 1/0|2/0; (1,2)|(2,1); x=1, y=2|2; 2 dozen|2; 18 or 20|18; 1 2|12; |; 0.5%|0.05; \\text{}|0"""
+50%|0.05; 5%|50%; 1/0|1; 1/0|2/0; (1,2)|(2,1); x=1, y=2|2; 2 dozen|2; 18 or 20|18; 6xy|6; 4ab|4cd; 3 AM|3 PM; 12 and a half|12; 2 no solution|2; 1 2|12; |; 0.5%|0.05; \\text{}|0"""
 
 
 def _pairs(table):
@@ -398,7 +401,8 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(loss_type, level, under
     for fill in (0.0, under_the_mask):
         filled = [x.masked_fill(~mask, fill).requires_grad_() for x in logps]
         options = dict(loss_type=loss_type, importance_sampling_level=level)
-        loss, metrics = grpo_loss(*filled, advantages, mask, **options)
+        per_token = advantages[:, None].expand(mask.shape).masked_fill(~mask, fill)
+        loss, metrics = grpo_loss(*filled, per_token, mask, **options)
         results.append([loss, *torch.autograd.grad(loss, filled[0]), *metrics.values()])
     for expected, found in zip(*results):
         torch.testing.assert_close(found, expected)
@@ -745,6 +749,10 @@ def test_sampling_heeds_nothing_of_a_hostile_generation_config_but_its_eos(tmp_p
         config = Config(model=str(path), max_completion_length=20, dtype="float32")
         model, tokenizer, eos_token_ids = grpo.load_model(config, torch.device("cpu"))
         assert eos_token_ids == [0, 7]
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(7)
+        tokenizer.save_pretrained(path)
+        model, tokenizer, eos_token_ids = grpo.load_model(config, torch.device("cpu"))
+        assert eos_token_ids == [7, 0]  # the tokenizer's own first: supervised answers end with it
         torch.manual_seed(0)
         prompt_ids, prompt_mask = grpo.pad([tokenizer("1+1=")["input_ids"]], 0, "left", "cpu")
         completions.append(generate(model, prompt_ids, prompt_mask, 200, 20, eos_token_ids))
@@ -786,9 +794,10 @@ def on_policy_batch(model, num_generations=4, seed=0):
     return batch, torch.randn(2 * num_generations, generator=generator)
 
 
-def frozen(model, temperature=1.0):
+def frozen(model, temperature=1.0, fast=True):
     """The reference that `update` takes."""
-    return model and (lambda *batch: grpo.token_logprobs(model, *batch, temperature).detach())
+    how = dict(temperature=temperature, fast=fast)
+    return model and (lambda *batch: grpo.token_logprobs(model, *batch, **how).detach())
 
 
 def gradient_of_update(config, model, reference, batch, advantages):
@@ -962,6 +971,7 @@ def test_a_gradient_that_is_not_finite_stops_and_leaves_the_weights(broken):
     with pytest.raises(Error, match="weights are as they were"):
         grpo.update(model, None, optimizer, *rest)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters()))
+    assert all(p.grad is None for p in model.parameters())  # the next step does not find it
 
 
 def test_dropout_is_off(tmp_path):
@@ -1041,6 +1051,7 @@ ROWS = [  # a line of data, its prompt, its gold answer
     ({"problem": "1+1?", "solution": r"so \boxed{2}", "level": 5}, "1+1?", "2"),
     ({"prompt": "1+1?", "answer": 2}, "1+1?", "2"),
     ({"prompt": "1+1?", "answer": 0}, "1+1?", "0"),
+    ({"prompt": "1+1?", "answer": "", "solution": "2"}, "1+1?", "2"),
     ({"prompt": "1+1\u2028?\x85", "answer": "2"}, "1+1\u2028?\x85", "2"),  # no ends of a JSON line
     ({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}, [{"role": "user", "content": "1+1?"}], "2"),
 ]  # fmt: skip
@@ -1110,8 +1121,8 @@ def run_of(config, rewards=None, template=None, eos="<eos>"):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
     eos_token_ids = [tokenizer.convert_tokens_to_ids(eos)]
-    rewards = rewards or grpo.load_rewards(config.reward)
-    return grpo.Run(config, torch.device("cpu"), rewards, model, tokenizer, eos_token_ids, True)
+    functions = rewards or grpo.load_rewards(config.reward)
+    return grpo.Run(config, torch.device("cpu"), functions, model, tokenizer, eos_token_ids)
 
 
 TEMPLATES = [  # template, EOS, --chat-template, whether it is used
@@ -1165,6 +1176,11 @@ def tensor(prompts, completions, **columns):
 def half_judged(prompts, completions, **columns):
     return [None if i % 2 else 1.0 for i in range(len(prompts))]
 
+def huge(prompts, completions, **columns):
+    return [10**400] * len(prompts)
+
+no_function = 5
+
 def hole(prompts, completions, **columns):
     return [[1.0, None]] * len(prompts)
 
@@ -1204,7 +1220,33 @@ def test_reward_functions_of_a_file_see_what_they_would_see_in_trl(reward_file):
     assert scores["tensor"] == [1.0, 1.0] and scores["half_judged"] == [1.0, None]
 
 
-@pytest.mark.parametrize("name", ["nan", "too_few", "words", "number", "hole", "fails"])
+def test_every_column_of_the_data_reaches_a_reward_function_whatever_its_name():
+    seen = {}
+
+    def look(prompts, **columns):
+        seen.update(columns)
+        return [0.0] * len(prompts)
+
+    run = run_of(Config(prompt_template="{question}"), {"look": (look, 1.0)})
+    data = [{"prompt": "1+1=", "text": "a", "ids": 1, "rewards": 2}, {"prompt": "2+2=", "level": 3}]
+    rows = grpo.encode_prompts(data, run)
+    ids = torch.tensor([[2, 0], [3, 0]])
+    grpo.score_completions(run, rows[1:], ids[1:], ids[1:] > -1)  # a batch where no row has a text
+    assert seen["text"] == seen["ids"] == [None] and seen["level"] == [3]
+    grpo.score_completions(run, rows, ids, ids > -1)
+    assert (seen["text"], seen["ids"], seen["rewards"]) == (["a", None], [1, None], [2, None])
+    assert seen["completions"] == ["0", "1"] and seen["completion_ids"] == [[2, 0], [3, 0]]
+
+
+def test_any_padding_token_will_do(tmp_path):
+    """Some tokenizers name a padding token that the model has no embedding for."""
+    run = run_of(Config(prompt_template="{question}", max_completion_length=4))
+    run.tokenizer.pad_token_id = 10_000
+    rows = grpo.encode_prompts([{"prompt": "1+1="}, {"prompt": "1="}], run)
+    assert len(grpo.rollout(run, rows, 2, 1.0)[2]) == 4
+
+
+@pytest.mark.parametrize("name", ["nan", "too_few", "words", "number", "hole", "huge", "fails"])
 def test_reward_functions_that_go_wrong_are_named(reward_file, name, capsys):
     with pytest.raises(Error, match=name):
         grpo.score(grpo.load_rewards([f"{reward_file}:{name}"]), **COLUMNS)
@@ -1214,11 +1256,25 @@ def test_reward_functions_that_go_wrong_are_named(reward_file, name, capsys):
 @pytest.mark.parametrize(
     "specs",
     [["acuracy"], ["accuracy=much"], ["accuracy=nan"], ["accuracy", "accuracy"], [""], ["="],
-     ["missing.py:f"], ["{file}:missing"], ["{file}"], ["{file}:"]],
+     ["missing.py:f"], ["{file}:missing"], ["{file}"], ["{file}:"], ["{file}:no_function"]],
 )  # fmt: skip
 def test_reward_specs_that_do_not_parse_are_errors(reward_file, specs):
     with pytest.raises(Error, match="--reward"):
         grpo.load_rewards([spec.replace("{file}", str(reward_file)) for spec in specs])
+
+
+def test_a_file_of_rewards_that_fails_shows_its_own_traceback(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("import os\nkey = os.environ['NO_SUCH_KEY']")
+    with pytest.raises(Error, match="broken.py failed"):
+        grpo.load_rewards([f"{tmp_path}/broken.py:f"])
+    assert "NO_SUCH_KEY" in capsys.readouterr().err
+
+
+def test_a_function_of_ones_own_named_accuracy_needs_no_answers(tmp_path):
+    (tmp_path / "mine.py").write_text("accuracy = lambda prompts, **columns: [1.0] * len(prompts)")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1="}\n' * 20)
+    options = f"--reward {tmp_path}/mine.py:accuracy --data {tmp_path}/data.jsonl --sft-steps 0"
+    assert train(tmp_path / "run", QUICK, options)["eval/rewards/accuracy"] == 1.0
 
 
 def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_out(reward_file):
@@ -1229,7 +1285,7 @@ def test_rewards_are_the_weighted_sum_and_an_aspect_that_is_not_judged_is_left_o
     texts, scores, steps = grpo.score_completions(run, rows, ids, completion_mask(ids, [0]))
     assert steps is None and texts == ["2", "012"] and scores["reward"].tolist() == [2.5, 0.0]
     assert scores["rewards/half_judged"][0] == 1 and scores["rewards/half_judged"][1].isnan()
-    run.rewards.pop("accuracy")  # then nobody judges the second
+    run.reward_functions.pop("accuracy")  # then nobody judges the second
     reward = grpo.score_completions(run, rows, ids, completion_mask(ids, [0]))[1]["reward"]
     assert reward[0] == 2.0 and reward[1].isnan()
 
@@ -1418,6 +1474,8 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path, spy):
         ("--eval-data missing.jsonl", "missing.jsonl"),
         ("--data {nothing_to_learn} --reward format", "--sft-steps"),
         ("--chat-template on", "--chat-template"),
+        ("--model {refusing} --chat-template on --system-prompt x", "no system message, please"),
+        ("--resume {newer}", "unexpected keyword argument 'fancy'"),
         ("--report-to trackio", "pip install trackio"),
         ("--prompts-per-step 5000", "prompts-per-step"),
         ("--max-completion-length 300", "256 positions"),
@@ -1430,6 +1488,11 @@ def test_mistakes_end_in_one_line(tmp_path, options, message):
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text('{"prompt": "1+1="}\n' * 100)
     paths = dict(empty=tmp_path / "empty", file=tmp_path / "file", nothing_to_learn=nothing)
+    save_model(tmp_path / "refusing")
+    refuses = "{{ raise_exception('no system message, please') }}"
+    (tmp_path / "refusing" / "chat_template.jinja").write_text(refuses)
+    (tmp_path / "config.json").write_text('{"fancy": 1}')
+    paths |= dict(refusing=tmp_path / "refusing", newer=tmp_path)
     if "--output-dir" not in options and "--resume" not in options:
         options += f" --output-dir {tmp_path}/run"
     error = refusal(*words(options.format(**paths)))
@@ -1475,6 +1538,8 @@ def test_equal_step_rewards_have_exactly_no_advantage(value):
     found = grpo.process_advantages([[value] * 3, [value] * 5], [[0, 1, 2], [0, 1, 2, 3, 4]], 2, 5)
     single = grpo.process_advantages([[1.0], []], [[0], []], 2, 3)  # is its own mean
     assert (found == 0).all() and (single == 0).all()
+    with pytest.raises(ValueError):  # two rewards, one end
+        grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3)
 
 
 STEPS = [  # completion, index of each step's last token (a token a character, EOS is the last)
@@ -1528,6 +1593,7 @@ def test_any_line_has_a_truth_value_and_costs_milliseconds(text):
 
 
 BAD_LINES = [
+    "so ((((((9^20)^20)^20)^20)^20)^20) = 1",
     "1+" * 50_000 + "1=1",
     "(" * 50_000,
     "9" * 100_000,
@@ -1568,7 +1634,7 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
     assert scores["rewards/each_line"].tolist() == [0.5, 0.0]
     assert scores["reward"].tolist() == [2.0, 0.0]
     # A completion that nobody judges has no steps to normalise, so its tokens have no advantage.
-    run.rewards = grpo.load_rewards([f"{tmp_path}/steps.py:first_alone"])
+    run.reward_functions = grpo.load_rewards([f"{tmp_path}/steps.py:first_alone"])
     _, scores, (step_rewards, ends) = grpo.score_completions(run, rows, ids, mask)
     assert (step_rewards, ends) == ([[1.0, 2.0], []], [[1, 3], []]) and scores["reward"][1].isnan()
     none = grpo.process_advantages(step_rewards, ends, 2, 4, scale_rewards="none")
@@ -1576,7 +1642,7 @@ def test_a_reward_that_returns_lists_switches_process_supervision_on(tmp_path):
     run.config = Config(prompt_template="{question}", scale_rewards="batch")
     with pytest.raises(Error, match="--scale-rewards batch"):
         grpo.score_completions(run, rows, ids, mask)
-    run.rewards = grpo.load_rewards([f"{tmp_path}/steps.py:too_many"])
+    run.reward_functions = grpo.load_rewards([f"{tmp_path}/steps.py:too_many"])
     run.config = Config(prompt_template="{question}")
     with pytest.raises(Error, match="too_many.*3 numbers for 2 steps"):
         grpo.score_completions(run, rows, ids, mask)
@@ -1615,17 +1681,49 @@ def fenced(code):
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
+FENCES = [  # a completion, and what the code reward makes of it
+    (fenced(GOOD), 1.0),
+    (fenced("x = 1") + fenced(GOOD), 1.0),  # the last one counts
+    (fenced(GOOD) + fenced("x = 1"), 0.0),
+    (f"```bash\nls\n```\nand then\n```python\n{GOOD}```", 1.0),
+    (f"```python3\n{GOOD}```\nIt prints\n```\n3\n```", 1.0),
+    (f"  ```Python\n{GOOD}\n  ```", 1.0),
+    (f"```\n{GOOD}```", 1.0),
+    (f"```bash\n{GOOD}```", 0.0),
+    (f"```python\n{GOOD}", 0.0),  # cut off
+    ("no code", 0.0),
+]
+
+
 def test_code_reward_of_good_code():
-    completions = [fenced(GOOD), fenced("x = 1") + fenced(GOOD), "no code", fenced(GOOD)]
-    tests = [TESTS, TESTS.splitlines(), TESTS, None]
-    assert grpo.code_reward([""] * 4, completions, tests) == [1.0, 1.0, 0.0, None]
+    completions, expected = zip(*FENCES)
+    count = len(FENCES)
+    assert grpo.code_reward([""] * count, completions, [TESTS] * count) == [*expected]
+    two = [fenced(GOOD)] * 2
+    assert grpo.code_reward([""] * 2, two, [TESTS.splitlines(), None]) == [1.0, None]
+
+
+def test_code_runs_as_a_plain_process_where_there_are_no_namespaces(monkeypatch, capsys):
+    popen = subprocess.Popen
+
+    def without(words, **how):
+        return popen(["/no/unshare"] if words[0] == "unshare" else words, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", without)
+    words = grpo.namespaces.__wrapped__()
+    assert "without namespaces" in capsys.readouterr().out
+    assert grpo.run_tests(GOOD, TESTS, words) is True
+    for name in ("kills its parent", "hard exit", "wrong"):
+        assert grpo.run_tests(BAD_CODE[name], TESTS, words) is False
+    nested = "import os\nfor _ in range(2000):\n    os.mkdir('x')\n    os.chdir('x')"
+    assert grpo.run_tests(nested, "", words) is True
 
 
 @pytest.mark.parametrize("name", BAD_CODE)
 def test_code_that_does_not_pass_is_stopped_in_time(name):
     start = time.perf_counter()
-    assert grpo.run_tests(BAD_CODE[name], TESTS, grpo.namespaces(), seconds=2) is False
-    assert time.perf_counter() - start < 4
+    assert grpo.run_tests(BAD_CODE[name], TESTS, grpo.namespaces(), seconds=1) is False
+    assert time.perf_counter() - start < 5  # 1 second of CPU time, 3 in all
 
 
 def test_code_runs_side_by_side():
@@ -1769,11 +1867,22 @@ def test_specs_with_arguments_that_do_not_parse_are_errors(spec):
         grpo.load_rewards([spec])
 
 
-def test_a_completion_that_nobody_judged_has_no_advantage():
-    rewards = torch.tensor([1.0, math.nan, 0.0, 0.5] + [math.nan] * 4)
-    filled = grpo.fill_unjudged(rewards, 4)
-    assert filled.tolist() == [1.0, 0.5, 0.0, 0.5, 0, 0, 0, 0]
-    assert group_advantages(filled, 4)[[1, 4, 5, 6, 7]].tolist() == [0.0] * 5
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_a_completion_that_nobody_judged_has_no_advantage_and_counts_nowhere(scale_rewards):
+    nan, scale = math.nan, dict(scale_rewards=scale_rewards)
+    rewards = torch.tensor(
+        [1.0, nan, 0.0, 0.5, nan, nan, nan, nan, 0.1, 0.1, 0.1, nan, 3, nan, nan, nan]
+    )
+    found, zero = group_advantages(rewards, 4, **scale), [0.0] * 4
+    judged = torch.tensor([1.0, 0.0, 0.5])
+    if scale_rewards == "batch":
+        std = torch.tensor([1.0, 0.0, 0.5, 0.1, 0.1, 0.1, 3]).std()
+        expected = (judged - 0.5) / (std + 1e-8)
+    else:
+        expected = group_advantages(judged, 3, **scale)
+    torch.testing.assert_close(found[[0, 2, 3]], expected)
+    assert found[1] == 0 and found[4:].tolist() == zero * 3  # also where all equal, or one alone
+    assert group_advantages(torch.full((4,), nan), 4, **scale).tolist() == zero
 
 
 # ------------------------------------------------------------------------------------------------ LoRA
@@ -1896,10 +2005,16 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, variation, vari
     assert {"step", "prompt", "completion", "rewards/accuracy", "reward", "advantage"} <= set(row)
 
 
-def test_a_run_is_not_resumed_against_another_reference(tmp_path):
+def test_a_run_is_not_resumed_against_another_reference_or_as_another_model(tmp_path):
+    pytest.importorskip("peft")
     train(tmp_path / "run", QUICK, "--beta 0")
-    with pytest.raises(Error, match="reference, the model as GRPO began"):
-        resume(tmp_path / "run", "--beta 0.04 --max-steps 4")
+    for option in ("--beta 0.04", "--lora-rank 2"):
+        with pytest.raises(Error, match="reference, the model as GRPO began"):
+            resume(tmp_path / "run", option, "--max-steps 4")
+    (tmp_path / "run" / "reference").mkdir()
+    save_model(tmp_path / "run" / "reference")
+    with pytest.raises(Error, match="saved with other options"):
+        resume(tmp_path / "run", "--lora-rank 2 --max-steps 4")
 
 
 def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, capsys):
@@ -1915,6 +2030,13 @@ def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, capsys)
     assert "checkpoint-6 is damaged" in capsys.readouterr().out
     found = weights_of(out / "checkpoint-6")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert [path.name for path in grpo.checkpoints(out)] == ["checkpoint-6", "checkpoint-4"]
+    metrics = (out / "metrics.jsonl").read_text()
+    for path in grpo.checkpoints(out):
+        (path / "manifest.json").unlink()
+    with pytest.raises(Error, match="damaged"):
+        resume(out)
+    assert (out / "metrics.jsonl").read_text() == metrics
 
 
 def test_a_disk_that_is_full_is_an_error_that_leaves_earlier_checkpoints(tmp_path, monkeypatch):
@@ -1986,10 +2108,11 @@ def test_metrics_of_a_rollout_are_means_over_all_ranks_and_those_who_judged():
     theirs = {"reward": [3.0, 3.0], "length": [3, 3], "finished": [0, 1]}
     theirs |= {"rewards/a": theirs["reward"], "rewards/b": [nan] * 2}
     parts = [{name: torch.tensor(x) for name, x in part.items()} for part in (mine, theirs)]
-    metrics = grpo.rollout_metrics(grpo.concatenate(parts), 2)
+    columns = grpo.concatenate(parts)
+    metrics = grpo.rollout_metrics(columns, group_advantages(columns["reward"], 2), 2)
     assert metrics == pytest.approx({
         "reward": 8 / 5, "rewards/a": 8 / 5, "rewards/b": None, "unjudged/a": 1, "unjudged/b": 6,
-        "reward_std": 0.5**0.5 / 3, "zero_std_fraction": 2 / 3, "completion_length": 3.0,
+        "reward_std": 0.5**0.5 / 2, "zero_std_fraction": 2 / 3, "completion_length": 3.0,
         "num_tokens": 18, "truncated_fraction": 2 / 6,
     })  # fmt: skip
 
@@ -2009,10 +2132,10 @@ import test_grpo as t, grpo
 grpo.join_ranks()
 rank, world_size = grpo.ranks()
 results = {{}}
-for loss_type, level in t.VARIANTS:
+for loss_type, level, kind in t.RANKED:
     config = t.Config(num_generations=4, micro_batch_tokens=30, beta=0.1, loss_type=loss_type,
                       importance_sampling_level=level, max_completion_length=6)
-    model, reference = t.tiny_model("qwen2"), t.tiny_model("qwen2", seed=1)
+    model, reference = (t.tiny_model(kind, seed=seed) for seed in (0, 1))
     batch, advantages = t.four_groups()
     part = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
     rows = slice(part.start * 4, part.stop * 4)
@@ -2021,11 +2144,13 @@ for loss_type, level in t.VARIANTS:
         grpo.shard(model, torch.float32)
     optimizer, step = grpo.MasterAdamW(model), grpo.MasterAdamW.step
     def record(*args):
-        results[loss_type, level] = [grpo.whole(p.grad).clone() for p in optimizer.params]
+        gradients = [p.grad for p in optimizer.params if p.grad is not None]
+        results[loss_type, level, kind] = [grpo.whole(g).clone() for g in gradients]
         return step(optimizer, *args)
     optimizer.step = record
-    metrics = grpo.update(model, t.frozen(reference), optimizer, config, 1e-3, mine, advantages[rows], True)
-    results[loss_type, level, "metrics"] = metrics
+    rest = config, 1e-3, mine, advantages[rows], kind == "qwen2"
+    metrics = grpo.update(model, t.frozen(reference, fast=rest[-1]), optimizer, *rest)
+    results[loss_type, level, kind, "metrics"] = metrics
     state = grpo.gather(grpo.optimizer_state(optimizer))[0]  # the first rank's, as a checkpoint has it
     grpo.restore_optimizer(optimizer, state)
     again = grpo.gather(grpo.optimizer_state(optimizer))[0]
@@ -2038,6 +2163,11 @@ if world_size > 1:
     sys.stdout.flush()
     __import__("os")._exit(0)
 """
+
+
+# On the fast path, and on the plain one, each with fewer micro-batches on the second rank.
+RANKED = [(*variant, "qwen2") for variant in VARIANTS]
+RANKED += [("grpo", "token", kind) for kind in ("gemma2", "phi", "mamba")]
 
 
 def four_groups():
@@ -2068,33 +2198,42 @@ def test_two_ranks_take_the_gradient_of_one_process(tmp_path):
     alone = [sys.executable, str(script), str(tmp_path / "one")]
     subprocess.run(alone, check=True, capture_output=True)
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
-    for loss_type, level in VARIANTS:
-        for x, y in zip(one[loss_type, level], two[loss_type, level], strict=True):
+    for variant in RANKED:
+        for x, y in zip(one[variant], two[variant], strict=True):
             torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
-        expected = one[loss_type, level, "metrics"]
-        for name, value in two[loss_type, level, "metrics"].items():
+        expected = one[*variant, "metrics"]
+        for name, value in two[*variant, "metrics"].items():
             assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-def test_two_ranks_train_and_one_or_two_resume(tmp_path, varied):
-    options = "--max-steps 2 --save-every 1 --dtype bfloat16 --output-dir"
-    options = words(QUICK, varied, options, tmp_path / "run")
-    result = torchrun(grpo.__file__, *options)
+def test_two_ranks_train_and_two_or_one_resume(tmp_path, varied):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    options = "--max-steps 4 --save-every 2 --dtype bfloat16 --output-dir"
+    result = torchrun(grpo.__file__, *words(QUICK, varied, options, whole))
     assert result.stdout.count("saved") == 2 and result.stdout.count("held-out") == 1
-    rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    for row in rows:
-        if "loss" in row:
-            assert row["num_tokens"] == pytest.approx(16 * row["completion_length"])
+    rows = [row for row in metrics_of(whole) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["num_tokens"] == 16 * row["completion_length"] for row in rows)
     names = set(weights_of(save_model(tmp_path / "m")))
-    assert set(weights_of(tmp_path / "run" / "checkpoint-2")) == names
-    saved = safetensors.torch.load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert set(weights_of(whole / "checkpoint-4")) == names
+    saved = safetensors.torch.load_file(whole / "checkpoint-4" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}  # as --dtype asks
-    resume(tmp_path / "run", "--max-steps 3")
-    torchrun(grpo.__file__, "--resume", tmp_path / "run", "--max-steps", "4")
-    rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-    assert [path.name for path in grpo.checkpoints(tmp_path / "run")][0] == "checkpoint-4"
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoint-4")
+    torchrun(grpo.__file__, "--resume", cut)  # as if it had never stopped
+    assert metrics_of(cut) == metrics_of(whole)
+    again = safetensors.torch.load_file(cut / "checkpoint-4" / "model.safetensors")
+    assert all(torch.equal(saved[name], again[name]) for name in saved)
+    resume(cut, "--max-steps 5")
+    assert grpo.newest_checkpoint(cut).name == "checkpoint-5"
+
+
+def test_two_ranks_only_evaluate_each_row_once(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')  # fewer than ranks
+    (tmp_path / "count.py").write_text("count = lambda prompts, **columns: [1.0] * len(prompts)")
+    options = f"--eval-data {tmp_path}/one.jsonl --reward {tmp_path}/count.py:count --max-steps 0"
+    torchrun(grpo.__file__, *words(QUICK, options, "--output-dir", tmp_path / "run"))
+    assert [row["eval/reward"] for row in metrics_of(tmp_path / "run")] == [1.0]
 
 
 FAILS = """
