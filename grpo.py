@@ -5,7 +5,8 @@ r"""GRPO, Group Relative Policy Optimization, in one readable file: torch, trans
     python grpo.py --model Qwen/Qwen2-Math-1.5B --data train.jsonl
     python grpo.py --help                           # every option
 
-One training step (DeepSeekMath, arXiv:2402.03300, algorithm 1) is the loop in `train`:
+One training step (DeepSeekMath, arXiv:2402.03300, algorithm 1, with one outer iteration: neither
+reference nor reward is ever renewed) is the loop in `train`:
   1. take B prompts                                                     `prompt_batch`
   2. sample G completions of each from the current policy               `rollout`, `generate`
   3. score every completion                                             `score_completions`
@@ -1653,18 +1654,18 @@ def heed_signals(run):
 # -------------------------------------------------------------------------- reading of answers
 
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-_NUMBER_IN_TEXT = re.compile(
+_NUMBER_IN_TEXT = re.compile(  # -$1,234.50, \\frac{1}{2}, 3 1/2, 1e5, 50%; in 5-3 the 3 has no sign
     rf"(?:(?<![\w)\]}}.%])[-−–])?\\?[$€£]?"
     rf"(?:\\[dt]?frac{{-?{_DECIMAL}}}{{{_DECIMAL}}}|\d+ \d+/\d+|{_DECIMAL}(?:/{_DECIMAL}|e\d+)?)"
     r"(?: ?\\?%)?"
 )
-_NUMBER = re.compile(  # sign, whole, top, bottom, percent, unit
+_NUMBER = re.compile(  # sign, whole, top, bottom, percent, unit: -3 1/2, 1.5e3, 50 %, 5 cm^2, 5cm
     rf"([-+]?)\s*(?:(\d+)\s+)?({_DECIMAL}(?:[eE][-+]?\d{{1,3}})?)(?:\s*/\s*({_DECIMAL}))?\s*(%)?"
     r"(?:(?:\s+|(?=(?:[cmk]m|kg|ml|ft|lbs?|oz|mph|hrs?|[ap]m)\b))"  # a space, or one of these
     r"([A-Za-z]{2,}(?:[\s./-]+[A-Za-z]+)*\.?(?:\^{?[23]}?)?))?"
 )
 _NOT_UNITS = {*"pi dozen hundred thousand million billion trillion and or no not half".split()}
-_SPELLINGS = {
+_SPELLINGS = {  # what the others become
     "-": "− –", "*": "× · \\times \\cdot", "/": "÷", "%": "\\%", ",": "{,}",
     "\\frac": "\\dfrac \\tfrac",
     "": "\\left \\right \\! \\, \\; \\: ^\\circ ^{\\circ} ° \\$ $ € £ \\( \\)",
