@@ -786,7 +786,7 @@ def grpo_loss(
     logp, old_logp, ref_logp, advantages = filled
     surrogate = clipped_surrogate(logp, old_logp, advantages, epsilon, epsilon_high, mask, level)
     kl = torch.zeros_like(surrogate) if ref_logp is None else kl_k3(logp, ref_logp)
-    token_loss = (beta * kl - surrogate).masked_fill(~mask, 0)  # (N, C)
+    token_loss = beta * kl - surrogate  # (N, C), 0 where masked
 
     num_sequences = len(mask) if num_sequences is None else num_sequences
     num_tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
@@ -986,8 +986,9 @@ class Run:
     stop: str = ""  # the signal that asked for an end
 
     def log(self, name, *records):
-        """Append records to a JSONL file of the run's folder."""
+        """Append records to a JSONL file of the run's folder; NaN, which is no JSON, as null."""
         if ranks()[0] == 0:
+            records = [{k: None if v != v else v for k, v in row.items()} for row in records]
             with open(self.output_dir / name, "a", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
             for row in records if name == "metrics.jsonl" else ():
@@ -1322,7 +1323,7 @@ def evaluate(run, step):
             parts.append(part)
     parts = gather(parts if rank < len(run.eval_rows) else [])
     columns = concatenate(sum(parts, [])).items()
-    means = {f"eval/{name}": number_or_none(column.nanmean()) for name, column in columns}
+    means = {f"eval/{name}": column.nanmean().item() for name, column in columns}
     run.log("metrics.jsonl", dict(step=step, **means))
 
 
@@ -1338,9 +1339,9 @@ def rollout_metrics(columns, advantages, num_generations):
     unjudged = {name[8:]: int(c.isnan().sum()) for name, c in scores.items() if name != "reward"}
     groups = columns["reward"].view(-1, num_generations)
     return dict(
-        **{name: number_or_none(column.nanmean()) for name, column in scores.items()},
+        **{name: column.nanmean().item() for name, column in scores.items()},
         **{f"unjudged/{name}": number for name, number in unjudged.items() if number},
-        reward_std=number_or_none(groups.std(1).nanmean()),
+        reward_std=groups.std(1).nanmean().item(),
         zero_std_fraction=(advantages.view(groups.shape) == 0).all(1).float().mean().item(),
         completion_length=columns["length"].float().mean().item(),
         num_tokens=int(columns["length"].sum()),
@@ -1363,17 +1364,12 @@ def show_samples(run, step, rows, texts, scores, advantages):
     group, records = run.config.num_generations, []
     for i, text in enumerate(texts):
         record = dict(step=step, prompt=rows[i // group]["text"], completion=text)
-        record |= {name: number_or_none(column[i]) for name, column in scores.items()}
+        record |= {name: column[i].item() for name, column in scores.items()}
         records.append(record | dict(advantage=advantages[i].tolist()))
     for i in range(0, len(texts), group)[:3]:
         prompt, completion = records[i]["prompt"][-80:], texts[i][:300]
         say(f"step {step}  reward {scores['reward'][i]:g}  {prompt!r} -> {completion!r}")
     run.log("samples.jsonl", *records)
-
-
-def number_or_none(value):
-    """NaN is no JSON."""
-    return None if value.isnan() else value.item()
 
 
 def conclude(run):

@@ -2111,10 +2111,22 @@ def test_metrics_of_a_rollout_are_means_over_all_ranks_and_those_who_judged():
     columns = grpo.concatenate(parts)
     metrics = grpo.rollout_metrics(columns, group_advantages(columns["reward"], 2), 2)
     assert metrics == pytest.approx({
-        "reward": 8 / 5, "rewards/a": 8 / 5, "rewards/b": None, "unjudged/a": 1, "unjudged/b": 6,
+        "reward": 8 / 5, "rewards/a": 8 / 5, "rewards/b": nan, "unjudged/a": 1, "unjudged/b": 6,
         "reward_std": 0.5**0.5 / 2, "zero_std_fraction": 2 / 3, "completion_length": 3.0,
         "num_tokens": 18, "truncated_fraction": 2 / 6,
-    })  # fmt: skip
+    }, nan_ok=True)  # fmt: skip
+
+
+def test_what_is_not_judged_is_null_in_the_logs(tmp_path):
+    (tmp_path / "half.py").write_text("half = lambda prompts, **columns: [1.0, None] * 8")
+    options = f"--reward {tmp_path}/half.py:half --eval-every 0 --max-steps 1"
+    train(tmp_path / "run", QUICK, options)
+    logs = [(tmp_path / "run" / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")]
+    assert "NaN" not in logs[0] + logs[1]
+    samples = [json.loads(line) for line in logs[1].splitlines()]
+    assert [(row["reward"], row["advantage"]) for row in samples] == [(1.0, 0.0), (None, 0.0)] * 8
+    row = json.loads(logs[0])
+    assert (row["reward"], row["unjudged/half"], row["reward_std"]) == (1.0, 8, None)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
@@ -2335,7 +2347,7 @@ HELPERS = {  # function -> what its docstring says that it needs
 def test_a_function_works_alone_where_it_is_pasted(name):
     docstring = getattr(grpo, name).__doc__
     assert all(f"`{helper}`" in docstring for helper in HELPERS[name])
-    scope = {"torch": torch, "math": math}
+    scope = {"torch": torch}
     if name == "token_logprobs":  # PromptCache extends transformers' cache
         scope |= dict(DynamicCache=transformers.DynamicCache, copy=copy)
     for source in [*HELPERS[name], name]:
