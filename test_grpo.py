@@ -2107,12 +2107,13 @@ def test_metrics_of_a_rollout_are_means_over_all_ranks_and_those_who_judged():
     mine |= {"rewards/a": mine["reward"], "rewards/b": [nan] * 4}
     theirs = {"reward": [3.0, 3.0], "length": [3, 3], "finished": [0, 1]}
     theirs |= {"rewards/a": theirs["reward"], "rewards/b": [nan] * 2}
+    mine["rewards/c"], theirs["rewards/c"] = [1.0] * 4, [0.0] * 2
     parts = [{name: torch.tensor(x) for name, x in part.items()} for part in (mine, theirs)]
     columns = grpo.concatenate(parts)
     metrics = grpo.rollout_metrics(columns, group_advantages(columns["reward"], 2), 2)
     assert metrics == pytest.approx({
-        "reward": 8 / 5, "rewards/a": 8 / 5, "rewards/b": nan, "unjudged/a": 1, "unjudged/b": 6,
-        "reward_std": 0.5**0.5 / 2, "zero_std_fraction": 2 / 3, "completion_length": 3.0,
+        "reward": 8 / 5, "rewards/a": 8 / 5, "rewards/b": nan, "rewards/c": 4 / 6,
+        "unjudged/a": 1, "unjudged/b": 6, "reward_std": 0.5**0.5 / 2, "zero_std_fraction": 2 / 3, "completion_length": 3.0,
         "num_tokens": 18, "truncated_fraction": 2 / 6,
     }, nan_ok=True)  # fmt: skip
 
@@ -2193,14 +2194,20 @@ def four_groups():
     return (prompt_ids, prompt_mask, completion_ids, torch.arange(6) < lengths), advantages
 
 
-def torchrun(*words, check=True):
+def torchrun(*words, check=True, signalled=None):
+    """Two processes; `signalled`: what to do while they run."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += [f"--master-port={port}", *map(str, words)]
-    how = dict(capture_output=True, text=True, check=check, timeout=300)
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
+    environment, pipe = os.environ | {"OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe)
+    if signalled:
+        signalled()
+    out, errors = process.communicate(timeout=300)
+    assert not check or process.returncode == 0, errors
+    return types.SimpleNamespace(returncode=process.returncode, stdout=out, stderr=errors)
 
 
 def test_two_ranks_take_the_gradient_of_one_process(tmp_path):
@@ -2242,10 +2249,34 @@ def test_two_ranks_train_and_two_or_one_resume(tmp_path, varied):
 
 def test_two_ranks_only_evaluate_each_row_once(tmp_path):
     (tmp_path / "one.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')  # fewer than ranks
-    (tmp_path / "count.py").write_text("count = lambda prompts, **columns: [1.0] * len(prompts)")
-    options = f"--eval-data {tmp_path}/one.jsonl --reward {tmp_path}/count.py:count --max-steps 0"
+    (tmp_path / "rank.py").write_text("import os\nrank = lambda **_: [float(os.environ['RANK'])]")
+    options = f"--eval-data {tmp_path}/one.jsonl --reward {tmp_path}/rank.py:rank --max-steps 0"
     torchrun(grpo.__file__, *words(QUICK, options, "--output-dir", tmp_path / "run"))
-    assert [row["eval/reward"] for row in metrics_of(tmp_path / "run")] == [1.0]
+    assert [row["eval/reward"] for row in metrics_of(tmp_path / "run")] == [0.0]
+
+
+PIDS = """
+import os
+def pids(prompts, completions, **columns):
+    open(f"{__file__}.{os.environ['RANK']}", "w").write(str(os.getpid()))
+    return [1.0] * len(prompts)
+"""
+
+
+def test_a_signal_to_one_rank_stops_them_all(tmp_path):
+    (tmp_path / "pids.py").write_text(PIDS)
+    out = tmp_path / "run"
+    options = f"--eval-every 0 --max-steps 100000 --reward {tmp_path}/pids.py:pids --output-dir"
+
+    def signalled():
+        while len(grpo.read_log(out, "metrics.jsonl")) < 3:
+            time.sleep(0.05)
+        os.kill(int((tmp_path / "pids.py.1").read_text()), signal.SIGTERM)
+
+    result = torchrun(grpo.__file__, *words(QUICK, options, out), check=False, signalled=signalled)
+    last = metrics_of(out)[-1]["step"]
+    assert f"SIGTERM after step {last}" in result.stderr
+    assert grpo.newest_checkpoint(out).name == f"checkpoint-{last}"
 
 
 FAILS = """
