@@ -2258,7 +2258,9 @@ def test_two_ranks_only_evaluate_each_row_once(tmp_path):
 PIDS = """
 import os
 def pids(prompts, completions, **columns):
-    open(f"{__file__}.{os.environ['RANK']}", "w").write(str(os.getpid()))
+    path = f"{__file__}.{os.environ['RANK']}"
+    if not os.path.exists(path):
+        open(path, "w").write(str(os.getpid()))
     return [1.0] * len(prompts)
 """
 
