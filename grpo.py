@@ -1,57 +1,57 @@
 # SPDX-License-Identifier: MIT
-r"""GRPO, Group Relative Policy Optimization, in one readable file: torch, transformers, tqdm.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "tqdm"]
+# ///
+r"""GRPO, Group Relative Policy Optimization (arXiv:2402.03300), in one readable file.
 
-    python grpo.py                                  # a tiny built-in model learns sums
+    python grpo.py                                        # a tiny model learns sums
     python grpo.py --model Qwen/Qwen2-Math-1.5B --data train.jsonl
-    python grpo.py --help                           # every option
+    torchrun --nproc-per-node 8 grpo.py --model … --data …   # several GPUs (FSDP2)
+    python grpo.py --help                                 # every option
 
-One training step (DeepSeekMath, arXiv:2402.03300, algorithm 1, with one outer iteration: neither
-reference nor reward is ever renewed) is the loop in `train`:
-  1. take B prompts                                                     `prompt_batch`
-  2. sample G completions of each from the current policy               `rollout`, `generate`
-  3. score every completion                                             `score_completions`
-  4. normalise the scores within each group into advantages             `group_advantages`
-  5. ascend the clipped surrogate, held to a frozen reference by the    `token_logprobs`, `update`,
-     k3 estimate of the KL divergence, with AdamW                       `grpo_loss`, `MasterAdamW`
-  6. log, look at samples, evaluate, save                               `show_samples`, `evaluate`
+One step of training is `train_step`:
+  1. take B prompts                                   `prompt_batch`
+  2. sample G completions of each from the policy     `rollout`, `generate`
+  3. score every completion                           `score_completions`
+  4. normalise the scores of a group to advantages    `group_advantages`
+  5. ascend the clipped surrogate, held to a frozen   `update`, `token_logprobs`,
+     reference by the k3 estimate of the KL           `grpo_loss`, `MasterAdamW`
+     divergence, with AdamW
+and `train` repeats it, logs, evaluates and saves.
 
-Shapes, in every docstring and comment: B prompts, G samples of each, N = B*G completions (rows
-b*G … b*G+G-1 belong to prompt b), P prompt length (left-padded), C completion length
-(right-padded), M unmasked completion tokens, V vocabulary, H hidden size. `mask` alone is the mask
-of completions, (N, C), True through the first EOS.
+Shapes: B prompts, G samples of each, N = B*G completions (rows b*G … b*G+G-1 belong to
+prompt b), P prompt length (left-padded), C completion length (right-padded), V
+vocabulary, H hidden size, M completion tokens without padding. `mask` is that of the
+completions: True through the first EOS.
 
-Where this file departs from the papers and from common tutorials (each has a test):
-  - A group of equal rewards has advantage exactly 0. The formula as printed gives as much as ±0.8:
-    rounding can put the float32 mean one bit off, and the standard deviation is then that bit too.
-  - The standard deviation is the unbiased one (n - 1); eps = 1e-8.
-  - A completion's mask runs through its first EOS, found by position. The mask `ids != pad` would
-    never teach the model to stop where pad and EOS are one token (Qwen2).
-  - With one update per rollout the old log-probs are the new ones, detached: the ratio is 1.
-  - Every normaliser counts the whole optimizer batch: micro-batches do not change the gradient.
-  - AdamW moves float32 weights: at a learning rate of 1e-6 bfloat16 weights would not move.
-  - A group's shared prompt runs through the model once, in sampling, scoring and training.
+Where this departs from the papers and from common tutorials:
+  - A group of equal rewards has advantage exactly 0; the printed formula gives ±0.8.
+  - The standard deviation is the unbiased one (n - 1).
+  - Masks come from positions; `ids != pad` hides the EOS where pad is EOS.
+  - With one update per rollout the old log-probs are the new ones, detached.
+  - Normalisers count the whole optimizer batch: micro-batches change no gradient.
+  - AdamW moves float32 weights: at a learning rate of 1e-6 bfloat16 would stand still.
+  - A group's prompt runs through the model once, in sampling, scoring and training.
 
-The main line goes from `sample` to `train`. After it: how a run begins and ends, several processes,
-checkpoints, how answers are read, more rewards, the built-in task, the command line. In a single
-process `gather(x)` is `[x]` and `exchange_gradients` does nothing: pass over them at first.
+A single process needs none of the functions under "several processes": there `print0`
+prints, `all_gather(x)` is `[x]` and `average(x)` is `x`.
 """
 
 import argparse
-import ast
-import collections
 import contextlib
 import copy
 import dataclasses
-import datetime
 import functools
-import hashlib
 import importlib
 import inspect
+import io
 import json
 import math
 import os
 import random
 import re
+import resource
 import runpy
 import secrets
 import shutil
@@ -61,517 +61,164 @@ import sys
 import tempfile
 import time
 import traceback
-import unicodedata
-import urllib.request
-from collections.abc import Callable
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from types import SimpleNamespace
+from typing import Literal, get_args
 
-import numpy
+if __name__ == "__main__":  # Ctrl-C before training: one line instead of a traceback
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("grpo.py: interrupted"))
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
+RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
+LOGITS_AT_ONCE = 2**25  # in float32: 128 MiB
+# Large kernels suit a GPU; what fits in its cache suits a CPU.
+WEIGHTS_AT_ONCE = 2**26 if torch.cuda.is_available() else 2**20
+
 
 class Error(Exception):
-    """A mistake that the user can mend: `main` prints it in one line, without a traceback."""
+    """A mistake that the user can mend: `main` prints it in one line."""
 
 
-# ------------------------------------------------------------------------------------------- config
+# ------------------------------------------------------------------------------ config
 
 
-def option(default, help, low=-math.inf, high=math.inf):
-    """A field of `Config`: its default, its help text, the values that it allows."""
-    return dataclasses.field(default=default, metadata=dict(help=help, low=low, high=high))
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
-    """Every option of a run; the command line is made from it. Raises `Error` if out of range."""
+    """Every option of a run. The command line is made of it, the comments its help."""
 
     # model and data
-    model: str = option("tiny", "Hub name or folder of a causal language model; tiny is built in")
-    data: str | None = option(None, "JSONL file, or Hub data set NAME[:CONFIG[:SPLIT]]")
-    eval_data: str | None = option(None, "held-out prompts (else the first tenth, at most 64)")
-    reward: tuple[str, ...] = option(("accuracy",), "NAME or FILE.py:FUNCTION, each [=WEIGHT]")
-    step_separator: str = option("\n", "what ends a step, for rewards of single steps")
-    chat_template: Literal["auto", "on", "off"] = option("auto", "auto: if the model knows it")
-    prompt_template: str | None = option(None, "text around {question} (else asks for \\boxed{})")
-    system_prompt: str | None = option(None, "system message of every prompt")
-    dtype: Literal["auto", "bfloat16", "float32"] = option("auto", "auto: bfloat16 on a GPU")
+    model: str = "tiny"  # Hub name or folder of a causal language model
+    data: str = ""  # JSONL file or Hub data set NAME[:CONFIG[:SPLIT]]; else sums
+    eval_data: str = ""  # held-out prompts; else a tenth of the data, at most 64
+    reward: tuple = ("accuracy",)  # one or more of those below, each [=WEIGHT]
+    unsafe_code: bool = False  # the code reward without bubblewrap: it can do anything
+    chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
+    prompt_template: str = ""  # text around {question}; else asks for \boxed{}
+    system_prompt: str = ""  # system message of every prompt
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU
     # sampling
-    num_generations: int = option(8, "G, completions sampled for each prompt", low=2)
-    prompts_per_step: int = option(8, "B, prompts of each step", low=1)
-    max_prompt_length: int = option(512, "in tokens; longer prompts are left out", low=1)
-    max_completion_length: int = option(512, "in tokens; longer completions are cut off", low=1)
-    temperature: float = option(1.0, "of sampling and of every log-prob", low=0.01)
-    top_p: float = option(1.0, "below 1 samples are no longer the policy's: leave it", 0.01, 1)
-    top_k: int = option(0, "above 0 samples are no longer the policy's: leave it", low=0)
-    continuous_batching: bool = option(False, "transformers' sampler in place of this file's")
+    num_generations: int = 8  # G, completions sampled for each prompt
+    prompts_per_step: int = 8  # B, prompts of each step, over all processes
+    max_prompt_length: int = 512  # in tokens; longer prompts are left out
+    max_completion_length: int = 512  # in tokens; longer completions are cut off
+    temperature: float = 1.0  # of sampling and of every log-prob
+    static_cache: bool = False  # sample by transformers, on a GPU with CUDA graphs
     # loss
-    beta: float = option(0.04, "weight of the KL term; 0 needs no reference", low=0)
-    epsilon: float = option(0.2, "clip range of the ratio", 0, 1)
-    epsilon_high: float | None = option(None, "clip range above 1, if another (DAPO: 0.28)", low=0)
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = option("grpo", "how token losses are averaged")
-    scale_rewards: Literal["group", "batch", "none"] = option("group", "the std's scope")
-    importance_sampling_level: Literal["token", "sequence"] = option("token", "sequence: GSPO")
-    num_iterations: int = option(1, "mu, updates per rollout", low=1)
-    mask_truncated: bool = option(False, "no loss on completions without EOS (DAPO)")
+    beta: float = 0.04  # weight of the KL term; 0 needs no reference model
+    epsilon: float = 0.2  # clip range of the ratio
+    epsilon_high: float = 0.0  # clip range above 1 (DAPO: 0.28); 0: epsilon
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"  # how losses are averaged
+    scale_rewards: Literal["group", "none"] = "group"  # none: no division by the std
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # sequence: GSPO
+    num_iterations: int = 1  # mu, updates per rollout
     # optimisation
-    learning_rate: float = option(1e-6, "of AdamW, constant after the warm-up", low=0)
-    warmup_steps: int = option(10, "steps of linear warm-up", low=0)
-    max_grad_norm: float = option(1.0, "a longer gradient is scaled to this norm", low=1e-12)
-    weight_decay: float = option(0.0, "of AdamW", low=0)
-    max_steps: int = option(200, "training steps; 0: evaluate, after --sft-steps", low=0)
-    micro_batch_tokens: int = option(2048, "padded tokens in one forward and backward", low=1)
-    gradient_checkpointing: bool = option(False, "less memory for activations, a slower update")
-    lora_rank: int = option(0, "above 0 only adapters of this rank are trained (peft)", low=0)
-    sft_steps: int = option(0, "supervised steps on the data's solutions before GRPO", low=0)
-    sft_learning_rate: float = option(1e-5, "of the supervised steps", low=0)
-    seed: int = option(0, "of everything random", 0, 2**31)
+    learning_rate: float = 1e-6  # of AdamW, constant after the warm-up
+    warmup_steps: int = 10  # steps of linear warm-up
+    max_grad_norm: float = 1.0  # a longer gradient is scaled to this norm
+    max_steps: int = 200  # training steps; 0: only evaluate
+    micro_batch_tokens: int = 0  # in one forward and backward; 0: what fits (CPU: 2048)
+    gradient_checkpointing: bool = False  # less memory, a slower update
+    lora_rank: int = 0  # above 0 only adapters of this rank are trained (needs peft)
+    sft_steps: int = 0  # supervised steps on the data's solutions before GRPO
+    sft_learning_rate: float = 1e-5  # of the supervised steps
+    seed: int = 0  # of everything random
     # output
-    output_dir: str | None = option(None, "folder of the run (else runs/MODEL-TIME)")
-    resume: str | None = option(None, "go on with the run in this folder, with its options")
-    eval_every: int = option(50, "steps between evaluations; 0: none, not even the first", low=0)
-    eval_samples: int = option(4, "samples of each held-out prompt, for pass@k; 0: greedy only", 0)
-    samples_every: int = option(50, "steps between looks at sampled completions; 0: none", low=0)
-    save_every: int = option(0, "steps between checkpoints; 0: only the last", low=0)
-    keep_checkpoints: int = option(2, "the newest so many, and the best evaluated one", low=1)
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = option("none", "a tracker")
+    output_dir: str = ""  # folder of the run; else runs/MODEL-TIME
+    resume: str = ""  # go on with the run in this folder, with its options
+    eval_every: int = 50  # steps between evaluations and looks at samples; 0: none
+    save_every: int = 100  # steps between checkpoints, one is kept; 0: only the last
+    report_to: Literal["none", "wandb", "trackio"] = "none"  # a tracker of metrics
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            name, value = "--" + field.name.replace("_", "-"), getattr(self, field.name)
-            low, high = field.metadata["low"], field.metadata["high"]
-            if get_origin(field.type) is Literal and value not in get_args(field.type):
-                raise Error(f"{name} must be one of {', '.join(get_args(field.type))}, not {value}")
-            if type(value) in (int, float) and not (low <= value <= high and abs(value) < math.inf):
-                raise Error(f"{name} must be a number from {low} to {high}, not {value}")
-        if "{question}" not in (self.prompt_template or "{question}") or not self.step_separator:
-            raise Error("--prompt-template needs {question} in it, --step-separator some text")
+        for name, value in vars(self).items():
+            least = LEAST.get(name, 0)
+            if isinstance(value, (int, float)) and not least <= value < math.inf:
+                raise Error(f"--{name.replace('_', '-')} must be at least {least}")
+        if self.prompt_template and "{question}" not in self.prompt_template:
+            raise Error("--prompt-template needs {question} in it")
 
 
-# What `--model tiny` changes; whatever the user types wins.
-TINY = dict(prompt_template="{question}", prompts_per_step=64, max_completion_length=8)
-TINY |= dict(dtype="float32", micro_batch_tokens=16384, learning_rate=1e-3, max_steps=240)
-TINY |= dict(sft_steps=70, sft_learning_rate=3e-3, eval_every=120, samples_every=120)
+LEAST = dict(  # the smallest values of options; of the others 0
+    num_generations=2,  # the group is the baseline
+    prompts_per_step=1,
+    max_completion_length=1,
+    temperature=0.01,
+    num_iterations=1,
+    max_grad_norm=1e-9,
+)
 
 
-def parse_args(argv=None) -> Config:
-    """`Config` from a list of command-line words (default: the process's)."""
-    layout = dict(max_help_position=34, width=110)
-    parser = argparse.ArgumentParser(
-        usage="python grpo.py [--option value ...]", allow_abbrev=False,
-        description="Train a language model with GRPO, Group Relative Policy Optimization.",
-        formatter_class=functools.partial(argparse.ArgumentDefaultsHelpFormatter, **layout),
-    )  # fmt: skip
-    for field in dataclasses.fields(Config):
-        kind = (get_args(field.type) or (field.type,))[0]  # `float | None` -> float
-        # SUPPRESS keeps a default of None out of the help, where words say what happens instead.
-        default = argparse.SUPPRESS if field.default is None else field.default
-        if kind is bool:
-            how = dict(action=argparse.BooleanOptionalAction)
-        elif get_origin(field.type) is Literal:
-            how = dict(choices=get_args(field.type))
-        else:
-            how = dict(type=kind, metavar=kind.__name__.upper())
-            how |= dict(nargs="+") if field.name == "reward" else {}
-        name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, help=field.metadata["help"], default=default, **how)
-    first = vars(parser.parse_args(argv))
-    if "resume" in first and "output_dir" in first:
-        raise Error("--resume goes on in its own folder: leave --output-dir out")
-    if "resume" in first:
-        try:
-            options = json.loads(Path(first["resume"], "config.json").read_text())
-            parser.set_defaults(**vars(Config(**options)) | dict(output_dir=first["resume"]))
-        except (OSError, ValueError, TypeError) as error:
-            raise Error(f"--resume {first['resume']}: {error}") from None
-    elif first["model"] == "tiny":
-        parser.set_defaults(**TINY)
-    args = vars(parser.parse_args(argv))
-    return Config(**args | dict(reward=tuple(args["reward"])))
-
-
-# ------------------------------------------------------------------------------------------ prompts
-
-
-def read_rows(source, needs_answer):
-    """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
-
-    The question, under `prompt`, `question` or `problem`, is text or a list of chat messages and
-    becomes "prompt"; the answer, under `answer` or `solution`, becomes "answer"; other columns stay
-    for the reward functions. Raises `Error` with the file and line of whatever is wrong.
-    """
-    if Path(source).suffix in (".jsonl", ".json") or Path(source).exists():
-        try:
-            lines = enumerate(Path(source).read_text(encoding="utf-8").split("\n"), 1)
-        except (OSError, UnicodeDecodeError) as error:
-            raise Error(f"cannot read {source}: {error}") from None
-        rows = [(f"{source}, line {i}", line) for i, line in lines if line.strip()]
-    else:
-        name, config, split = (source.split(":") + [None, None])[:3]
-        datasets = import_optional("datasets", f"{source} is no file; as a Hub data set it")
-        try:
-            data = datasets.load_dataset(name, config, split=split or "train")
-        except Exception as error:
-            raise Error(f"cannot load {source}: {first_line(error)}") from None
-        rows = [(f"{source}, row {i}", row) for i, row in enumerate(data)]
-    if not rows:
-        raise Error(f"{source} is empty")
-    return [check_row(row, where, needs_answer) for where, row in rows]
-
-
-def check_row(row, where, needs_answer):
-    """A line of JSON or a dict -> the dict with "prompt" and "answer"; raises `Error`."""
-    try:
-        row = json.loads(row) if isinstance(row, str) else row
-        prompt = next((row[key] for key in ("prompt", "question", "problem") if row.get(key)), None)
-        given = [row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")]
-        messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
-        readable = messages and all(isinstance(m["role"] + m["content"], str) for m in messages)
-    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
-        raise Error(f"{where}: not a JSON object with a question ({error!r:.200})") from None
-    if not readable:
-        raise Error(f"{where}: no `prompt`, `question` or `problem` (text, or chat messages)")
-    if needs_answer and not any(map(gold_answer, given[:1])):
-        raise Error(f"{where}: no answer in `answer` or `solution` for the accuracy reward")
-    return {**row, "prompt": prompt, "answer": given[0] if given else None}
-
-
-def load_data(config, needs_answer):
-    """(rows to train on, rows held out)."""
-    rows = read_rows(config.data, needs_answer) if config.data else arithmetic(config)
-    if config.eval_data:
-        return rows, read_rows(config.eval_data, needs_answer)
-    held_out = min(64, len(rows) // 10) if config.eval_every else 0
-    return rows[held_out:], rows[:held_out]
-
-
-def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the model was trained on its tokenizer's chat template: does the token that ends an
-    assistant's turn stop the model? Base models carry templates that they never saw."""
-    if not tokenizer.chat_template:
-        return False
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    ending = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2].strip()
-    return any(i in eos_token_ids for i in tokenizer.encode(ending, add_special_tokens=False)[:1])
-
-
-def encode_prompts(rows, run):
-    """Data as the model will see it, without over-long prompts -> dicts of the prompt's "text" and
-    "ids" and of all "columns", the same ones in every row, with None where a row has none."""
-    config, tokenizer, kept = run.config, run.tokenizer, []
-    fits = config.chat_template == "auto" and chat_template_fits(tokenizer, run.eos_token_ids)
-    chat = config.chat_template == "on" or fits
-    if chat and not tokenizer.chat_template:
-        raise Error(f"--chat-template on: the tokenizer of {config.model} has none")
-    boxed = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
-    plain = boxed if judges_answers(run.reward_functions) else "{question}"
-    names = dict.fromkeys(name for row in rows for name in row)
-    for row in rows:
-        turns = row["prompt"]
-        if isinstance(turns, str):
-            content = (config.prompt_template or plain).replace("{question}", turns)
-            turns = [{"role": "user", "content": content}]
-        if config.system_prompt:
-            turns = [{"role": "system", "content": config.system_prompt}, *turns]
-        text = "\n".join(turn["content"] for turn in turns)
-        if chat:
-            try:
-                how = dict(tokenize=False, add_generation_prompt=True)
-                text = tokenizer.apply_chat_template(turns, **how)
-            except Exception as error:  # some refuse a system message
-                raise Error(f"the chat template of {config.model}: {first_line(error)}") from None
-        ids = tokenizer.encode(text, add_special_tokens=not chat)  # a template writes its own BOS
-        if 0 < len(ids) <= config.max_prompt_length:
-            kept.append(dict(text=text, ids=ids, columns=names | row | dict(messages=turns)))
-    if len(kept) < len(rows):
-        dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts"
-        say(f"left out {dropped}: empty, or over {config.max_prompt_length} tokens")
-    return kept
-
-
-def prompt_batch(rows, step, size, seed):
-    """The `size` rows of step 1, 2, …: rows in epochs, each shuffled by seed + epoch. It depends on
-    nothing else, so that a resumed run finds its place."""
-    first, shuffle = (step - 1) * size, torch.Generator()
-    epochs = range(first // len(rows), (first + size - 1) // len(rows) + 1)
-    orders = [torch.randperm(len(rows), generator=shuffle.manual_seed(seed + i)) for i in epochs]
-    places = torch.cat(orders)[first % len(rows) :][:size]
-    return [rows[i] for i in places.tolist()]
-
-
-def pad(sequences, pad_token_id, side, device):
-    """Lists of token ids -> ids and mask, both (len(sequences), longest), int64 and bool.
-
-    >>> pad([[5], [6, 7]], 0, "left", "cpu")[0].tolist()
-    [[0, 5], [6, 7]]
-    """
-    stack = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
-    ids = stack([torch.tensor(ids) for ids in sequences], padding_value=pad_token_id)
-    mask = stack([torch.ones(len(ids), dtype=torch.bool) for ids in sequences])
-    return ids.to(device), mask.to(device)
-
-
-# -------------------------------------------------------------------------------------------- model
-
-
-def load_model(config, device):
-    """(model, tokenizer, EOS ids) of any causal language model of transformers, or the tiny one. A
-    trained adapter that comes with the model is merged: the reference is the model with it."""
-    dtype, name, safe = compute_dtype(config, device), config.model, dict(trust_remote_code=False)
-    try:
-        if name == "tiny":
-            model, tokenizer = tiny_model(config.seed, dtype)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(name, **safe)
-            if find_adapter_config_file(name):
-                peft = import_optional("peft", f"the adapter {name}")
-                adapted = peft.AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
-                model = adapted.merge_and_unload()
-            else:
-                safe |= dict(use_safetensors=True, dtype=dtype)
-                model = AutoModelForCausalLM.from_pretrained(name, **safe)
-    except Exception as error:
-        raise Error(f"cannot load {name}: {first_line(error)}") from None
-    model.to(device).eval()  # no dropout, ever: sampling, old, new and reference log-probs agree
-    for param in model.parameters():
-        param.data = param.data.clone()  # the mapped file's unaligned tensors slow a CPU down
-    owners = (model.generation_config, model.config, tokenizer)
-    given = [getattr(owner, "eos_token_id", None) for owner in owners]
-    eos_token_ids = next(([i] if isinstance(i, int) else [*i] for i in given if i is not None), [])
-    if not eos_token_ids:
-        raise Error(f"{name} names no EOS token: it would never stop")
-    eos_token_ids.sort(key=lambda i: i != tokenizer.eos_token_id)  # first the one that ends a turn
-    return model, tokenizer, eos_token_ids
-
-
-def compute_dtype(config, device):
-    """What `--dtype` means on a device."""
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if config.dtype == "auto" else config.dtype)
-
-
-def add_lora(run):
-    """Freeze the policy and train low-rank adapters of its linear layers (arXiv:2106.09685). They
-    start as zero, so that with them off the policy is the reference and needs no second copy."""
-    peft, rank = import_optional("peft", "--lora-rank"), run.config.lora_rank
-    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    run.lora = peft.get_peft_model(run.policy, lora)  # puts the adapters into the policy itself
-
-
-def checkpoint_layers(model):
-    """Recompute each layer's activations in backward. transformers' own switch drops the cache."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            how = dict(use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
-            layer.forward = functools.partial(checkpoint, layer.forward, **how)
-
-
-# ------------------------------------------------------------------------------------------ rollout
-
-
-def _float(x: torch.Tensor) -> torch.Tensor:
-    """At least float32: exponentials and long sums lose too much in half precision."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def sample(logits, temperature=1.0, top_p=1.0, top_k=0):
-    """One token of each row from softmax(logits / temperature): (N, V) -> (N,). At temperature 0
-    the most probable one.
-
-    Inverse transform sampling, one uniform number a row: `torch.multinomial` draws one for each
-    word of the vocabulary, which for 151,936 of them took a third of a decoding step on a CPU.
-    """
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = _float(logits) / temperature
-    if top_k:
-        logits = transformers.TopKLogitsWarper(top_k)(None, logits)
-    if top_p < 1:
-        logits = transformers.TopPLogitsWarper(top_p)(None, logits)
-    cdf = logits.softmax(1).cumsum(1, dtype=torch.float64)  # (N, V); float32 would lose the tail
-    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    return torch.searchsorted(cdf, draws, right=True)[:, 0]  # the first one beyond the draw
-
-
-@torch.no_grad()
-def generate(
-    model, prompt_ids, prompt_mask, num_generations, max_completion_length, eos_token_ids,
-    pad_token_id=0, temperature=1.0, top_p=1.0, top_k=0,
-):  # fmt: skip
-    """G completions of each prompt, sampled from exactly the policy -> ids (N, C).
-
-    prompt_ids, prompt_mask: (B, P), left-padded. C is at most `max_completion_length`; after a
-    row's EOS stands `pad_token_id`. Ignores the model's generation config. Each prompt runs once
-    and a finished row is dropped, for which the model must have a plain key-value cache:
-    `has_plain_cache`. Needs `sample` and `_float` where it is pasted.
-    """
-
-    def forward(ids, attention_mask):
-        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
-        inputs = dict(attention_mask=attention_mask, position_ids=positions[:, -ids.shape[1] :])
-        return model(ids, **inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-
-    cache, attention_mask = DynamicCache(config=model.config), prompt_mask.long()
-    logits = forward(prompt_ids, attention_mask)  # (B, V)
-    cache.batch_repeat_interleave(num_generations)  # each of a prompt's G completions is a row
-    repeated = (x.repeat_interleave(num_generations, 0) for x in (logits, attention_mask))
-    logits, attention_mask = repeated
-    completion_ids = prompt_ids.new_full((len(logits), max_completion_length), pad_token_id)
-    rows = torch.arange(len(logits), device=logits.device)  # those that are still being sampled
-    eos = torch.tensor(eos_token_ids, device=logits.device)
-    for length in range(1, max_completion_length + 1):
-        next_ids = sample(logits, temperature, top_p, top_k)
-        completion_ids[rows, length - 1] = next_ids
-        unfinished = ~torch.isin(next_ids, eos)
-        if length == max_completion_length or not unfinished.any():
-            break
-        if not unfinished.all():
-            cache.batch_select_indices(unfinished)
-            kept = (x[unfinished] for x in (rows, next_ids, attention_mask))
-            rows, next_ids, attention_mask = kept
-        attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
-        logits = forward(next_ids[:, None], attention_mask)
-    return completion_ids[:, :length]
-
-
-@torch.no_grad()
-def generate_with_transformers(
-    model, prompt_ids, prompt_mask, num_generations, max_completion_length, eos_token_ids,
-    pad_token_id=0, temperature=1.0, top_p=1.0, top_k=0, continuous=False,
-):  # fmt: skip
-    """What `generate` does, by transformers, for any causal model: with `continuous` batching (a
-    paged cache, on CUDA graphs) or by its plain `generate`, which runs a prompt for each sample."""
-    how = dict(do_sample=bool(temperature), eos_token_id=eos_token_ids, pad_token_id=pad_token_id)
-    how |= dict(temperature=temperature, top_p=top_p, top_k=top_k) if temperature else {}
-    how = transformers.GenerationConfig(**how, max_new_tokens=max_completion_length)
-    # What is unset would come from the model's own config, such as a penalty of repetition.
-    own, model.generation_config = model.generation_config, how
-    ids, mask = (x.repeat_interleave(num_generations, 0) for x in (prompt_ids, prompt_mask))
-    try:
-        if not continuous:
-            return model.generate(ids, how, attention_mask=mask.long())[:, ids.shape[1] :]
-        prompts = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
-        pages = math.ceil((prompt_ids.shape[1] + max_completion_length) / 256)  # of 256 tokens
-        cache = transformers.ContinuousBatchingConfig(num_blocks=pages * len(prompts))
-        outputs = list(model.generate_batch(prompts, how, cache, progress_bar=False).values())
-    finally:
-        model.generation_config = own
-    failed = [output.error for output in outputs if output.error]
-    if failed or len(outputs) < len(prompts):
-        raise Error(f"continuous batching: {[*failed, 'completions are missing'][0]}")
-    return pad([o.generated_tokens for o in outputs], pad_token_id, "right", prompt_ids.device)[0]
+# ------------------------------------------------------ GRPO: from rewards to the loss
 
 
 def completion_mask(completion_ids, eos_token_ids):
     """True through the first EOS of each row, it included: ids (N, C) -> bool (N, C).
 
-    The position decides, never `ids == pad`, so a model whose pad is its EOS still learns to stop.
+    The position decides, never `ids == pad`, so that a model whose pad is its EOS still
+    learns to stop.
 
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2]).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
-    is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids).to(completion_ids)).long()
+    eos = torch.tensor(eos_token_ids, device=completion_ids.device)
+    is_eos = torch.isin(completion_ids, eos).long()
     return is_eos.cumsum(1) - is_eos == 0  # no EOS before this position
 
 
-# ------------------------------------------------------------------------------------------ rewards
-
-
-def accuracy_reward(prompts, completions, answer, **columns):
-    """1.0 where the completion's one extracted answer is the data's `answer`, else 0.0.
-
-    >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
-    [1.0, 0.0, 0.0]
-    """
-    pairs = zip(completions, answer, strict=True)
-    return [float(answers_match(extract_answer(text), gold_answer(gold))) for text, gold in pairs]
-
-
-def judges_answers(reward_functions):
-    """Whether the accuracy reward is among them, which needs an answer in every row of data."""
-    return any(function is accuracy_reward for function, _ in reward_functions.values())
-
-
-def score(functions, /, **columns):
-    """Ask every reward function -> {name: N values}: a number, a list of numbers (one for each step
-    of the completion), or None (not its to judge).
-
-    functions: {name: (function, weight)}. columns: `prompts`, `completions`, `completion_ids` and
-    the data's other columns, each a list of N, which a function gets by name as it would from TRL.
-    Raises `Error` for anything else.
-    """
-    scores, size = {}, len(columns["completions"])
-    for name, (function, _) in functions.items():
-        try:
-            values = list(function(**columns))
-        except Exception as error:
-            traceback.print_exc()
-            raise Error(f"the reward {name} failed: {error!r}") from None
-        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
-        numbers = [n for v in values if v is not None for n in (v if isinstance(v, list) else [v])]
-        most = torch.finfo(torch.float32).max  # no number that is not finite is below it
-        good = all(isinstance(n, (int, float)) and abs(n) <= most for n in numbers)
-        if len(values) != size or not good:
-            kinds = f"{size} finite numbers (or lists of numbers, one a step; or None: not judged)"
-            raise Error(f"the reward {name} returned {str(values)[:200]}, not {kinds}")
-        scores[name] = values
-    return scores
-
-
-# --------------------------------------------------------------------------------------- advantages
-
-
 def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
-    """(r - mean of its group) / (std + eps): rewards (N,) -> (N,). DeepSeekMath 4.1.2.
+    """(r - mean of its group) / (std + eps): float rewards (N,) -> (N,).
 
-    std is the unbiased one, of the "group", of the whole "batch", or "none" at all (Dr. GRPO,
-    arXiv:2503.20783). Equal rewards give exactly 0; so does NaN, not judged, which counts nowhere.
-    Raises ValueError unless G >= 2 divides N. Needs `_float` where it is pasted.
+    DeepSeekMath 4.1.2, std being the unbiased one; `scale_rewards` "none" divides by
+    nothing (Dr. GRPO, arXiv:2503.20783). Equal rewards give exactly 0. Raises ValueError
+    unless G >= 2 divides N.
 
     >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
     """
     if num_generations < 2 or len(rewards) % num_generations:
-        raise ValueError(f"{len(rewards)} rewards make no groups of {num_generations} (at least 2)")
-    groups = _float(rewards).view(-1, num_generations)  # (B, G)
-    judged = ~groups.isnan()
-    largest = groups.masked_fill(~judged, -torch.inf).amax(1, keepdim=True)
-    equal = largest <= groups.masked_fill(~judged, torch.inf).amin(1, keepdim=True)
-    # Rounding can leave equal rewards one bit off their mean, and the std is then that bit too.
-    centred = (groups - groups.nanmean(1, keepdim=True)).masked_fill(equal | ~judged, 0)
-    degrees = (judged.sum(1, keepdim=True) - 1).clamp(min=1)
-    std = (centred.square().sum(1, keepdim=True) / degrees).sqrt()
-    spread = groups[judged] - groups.nanmean()  # of the whole batch
-    of_batch = (spread.square().sum() / max(1, len(spread) - 1)).sqrt()
-    scales = {"group": std + eps, "batch": of_batch + eps, "none": 1}
-    return (centred / scales[scale_rewards]).view(-1)
+        raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
+    groups = rewards.view(-1, num_generations)  # (B, G)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (groups.std(1, keepdim=True) + eps)
+    elif scale_rewards != "none":
+        raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
+    # Rounding can leave equal rewards a bit off their mean; their std is then that bit.
+    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return advantages.masked_fill(equal, 0).view(-1)
 
 
 def process_advantages(
-    step_rewards, step_ends, num_generations, num_tokens, eps=1e-8, scale_rewards="group"
+    step_rewards,
+    step_ends,
+    num_generations,
+    num_tokens,
+    eps=1e-8,
+    scale_rewards="group",
 ):
-    """Process supervision (DeepSeekMath 4.1.3): the advantage of each token -> (N, num_tokens).
+    """Process supervision (DeepSeekMath 4.1.3): advantages of tokens (N, num_tokens).
 
-    step_rewards, step_ends: N lists, a number for each step of a completion and the index of its
-    last token. The step rewards of a group are normalised together; a token's advantage is the sum
-    of those of the steps that end at or after it. `scale_rewards`: "group" or "none". Raises
-    ValueError where there are not as many ends as rewards. Needs `group_advantages` and `_float`.
+    step_rewards, step_ends: N lists, a number for each step of a completion and the
+    index of its last token. The step rewards of a group are normalised together; a
+    token's advantage is the sum of those of the steps that end at or after it. Raises
+    ValueError where there are not as many ends as rewards. Needs `group_advantages`.
 
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
@@ -580,1590 +227,1694 @@ def process_advantages(
     advantages = torch.zeros(len(step_rewards), num_tokens)
     for start in range(0, len(step_rewards), num_generations):
         group = range(start, start + num_generations)
-        rewards = torch.tensor([float(reward) for i in group for reward in step_rewards[i]])
+        rewards = [float(reward) for i in group for reward in step_rewards[i]]
+        ends = [(i, end) for i in group for end in step_ends[i]]
         if len(rewards) > 1:  # a single step is its own mean
-            normalised = iter(group_advantages(rewards, len(rewards), scale_rewards, eps))
-            for i in group:  # a step's normalised reward goes to every token up to its end
-                for end, _ in zip(step_ends[i], step_rewards[i], strict=True):
-                    advantages[i, : end + 1] += next(normalised)
+            rewards = torch.tensor(rewards)
+            normalised = group_advantages(rewards, len(rewards), scale_rewards, eps)
+            for (i, end), advantage in zip(ends, normalised, strict=True):
+                advantages[i, : end + 1] += advantage
     return advantages
 
 
-# ---------------------------------------------------------------------------------------- log-probs
-
-
-def token_logprobs(
-    model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature=1.0, fast=True
-):
-    """log-prob of each completion token given all before it -> (N, C) float32, 0 where masked.
-
-    prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, completion_mask: (N, C), rows
-    b*G … b*G+G-1 continue prompt b. Logits are divided by `temperature`, as in sampling. `fast`
-    runs each prompt once and its completions on G copies of its key-value cache, through which
-    gradients flow, and never holds the (N, C, V) logits; else this is the model's plain forward.
-    `fast_path_holds` tells whether a model may. Needs `PromptCache`, `LogProbs` and `_float` where
-    it is pasted, transformers' `DynamicCache` and the module `copy`.
-    """
-    num_generations, length = len(completion_ids) // len(prompt_ids), completion_ids.shape[1]
-    rows = torch.arange(len(completion_ids), device=prompt_ids.device) // num_generations  # (N,)
-    # A completion's last token predicts nothing: it runs through neither path. Attending to padding
-    # on the right does no harm: no token that counts comes after it.
-    attention_mask = torch.cat([prompt_mask[rows], torch.ones_like(completion_mask[:, 1:])], 1)
-    attention_mask, tokens = attention_mask.long(), completion_ids[:, :-1]  # (N, P + C - 1)
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    ids = completion_ids[completion_mask]  # (M,): padding costs nothing in the output layer
-
-    if not fast:
-        tokens = torch.cat([prompt_ids[rows], tokens], 1)
-        inputs = dict(attention_mask=attention_mask, position_ids=positions, use_cache=False)
-        # `forward`, not a call: where FSDP shards the model, this function is the call (`shard`).
-        logits = model.forward(tokens, **inputs, logits_to_keep=length).logits[:, -length:]
-        logits = _float(logits[completion_mask]) / temperature  # (M, V)
-        logp = logits.log_softmax(1).gather(1, ids[:, None])[:, 0]
-    else:
-        cache, backbone = PromptCache(config=model.config), model.base_model
-        inputs = dict(attention_mask=prompt_mask.long(), past_key_values=cache, use_cache=True)
-        inputs["position_ids"] = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-        # A prompt's last hidden state predicts the first token of each of its completions …
-        hidden = backbone(prompt_ids, **inputs)[0][rows, -1:]  # (B, P, H) -> (N, 1, H)
-        if length > 1:  # … and the completions without their last token predict the others.
-            inputs = dict(past_key_values=cache.repeat(num_generations), use_cache=True)
-            inputs |= dict(attention_mask=attention_mask, position_ids=positions[:, 1 - length :])
-            hidden = torch.cat([hidden, backbone(tokens, **inputs)[0]], 1)  # (N, C, H)
-        weight = model.get_output_embeddings().weight
-        logp = LogProbs.apply(hidden[completion_mask], weight, ids, temperature)
-    return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
-
-
-class PromptCache(DynamicCache):
-    """A key-value cache that a forward pass reads but never changes: what it adds goes to `after`.
-
-    So a layer that gradient checkpointing runs a second time sees what it saw the first time. (The
-    copy of a layer is shallow: `update` replaces its tensors and writes into none.)
-    """
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        layer = copy.copy(self.layers[layer_idx])
-        self.after = {**getattr(self, "after", {}), layer_idx: layer}
-        return layer.update(keys, values, *args, **kwargs)
-
-    def repeat(self, num_generations):
-        """What the pass left, as a new cache, each prompt `num_generations` times."""
-        repeated = PromptCache()
-        repeated.layers = [self.after[i] for i in range(len(self.layers))]
-        repeated.batch_repeat_interleave(num_generations)
-        return repeated
-
-
-class LogProbs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature) at `ids`: (M, H), (V, H), (M,) -> (M,).
-
-    Goes through the vocabulary a chunk at a time: the (M, V) logits never stand in memory, and each
-    row of the weight's gradient is computed at once, over all tokens. Backward computes the logits
-    again: d logp / d logits = (onehot(id) - softmax(logits / temperature)) / temperature.
-    """
-
-    CHUNK = 2**22  # logits at once: 16 MiB in float32
-
-    @staticmethod
-    def chunks(hidden, weight, ids, temperature):
-        """Of each chunk of V: its slice, logits (M, chunk), which of the ids it holds (M,), and
-        their columns in it (M, 1)."""
-        chunk = LogProbs.CHUNK * (16 if hidden.is_cuda else 1)
-        size = max(1, chunk // max(1, len(ids)))
-        for start in range(0, len(weight), size):
-            logits = _float(hidden @ weight[start : start + size].t()).div_(temperature)
-            where = (ids - start).clamp(0, logits.shape[1] - 1)
-            yield slice(start, start + size), logits, where == ids - start, where[:, None]
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature):
-        log_z = _float(hidden.new_full((len(ids),), -torch.inf))
-        chosen = torch.zeros_like(log_z)
-        for _, logits, held, where in LogProbs.chunks(hidden, weight, ids, temperature):
-            log_z = torch.logaddexp(log_z, logits.logsumexp(1))
-            chosen = torch.where(held, logits.gather(1, where)[:, 0], chosen)
-        ctx.save_for_backward(hidden, weight, ids, log_z)
-        ctx.temperature = temperature
-        return chosen - log_z
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, ids, log_z = ctx.saved_tensors
-        grad = grad / ctx.temperature
-        grad_hidden = torch.zeros_like(hidden, dtype=grad.dtype)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for part, logits, held, where in LogProbs.chunks(hidden, weight, ids, ctx.temperature):
-            grad_logits = logits.sub_(log_z[:, None]).exp_().mul_(-grad[:, None])  # -softmax
-            grad_logits.scatter_add_(1, where, (grad * held)[:, None])  # + onehot
-            grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden += grad_logits @ weight[part]
-            if grad_weight is not None:
-                grad_weight[part] = grad_logits.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None
-
-
-# --------------------------------------------------------------------------------------------- loss
-
-
 def masked_mean(x, mask, dim=None):
-    """Mean of x where mask is true, over all of it or along `dim`, kept with size 1; 0 if none."""
-    dims = {} if dim is None else dict(dim=dim, keepdim=True)
-    return (x * mask).sum(**dims) / mask.sum(**dims).clamp(min=1)
+    """Mean of x where mask is true, of all or along `dim`; 0 where there is nothing."""
+    return (x * mask).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def kl_k3(logp, ref_logp):
-    """exp(d) - d - 1 with d = ref_logp - logp, never negative, unbiased for KL(policy, reference).
+    """exp(d) - d - 1 with d = ref_logp - logp, never negative: (N, C) in nats.
 
-    (N, C) -> (N, C) in nats: DeepSeekMath eq. 4, Schulman's k3 (joschu.net/blog/kl-approx.html).
-    Needs `_float` where it is pasted.
+    An unbiased estimate of KL(policy, reference): DeepSeekMath eq. 4, Schulman's k3
+    (joschu.net/blog/kl-approx.html). Give it float32: the exponential needs it.
 
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
-    d = _float(ref_logp) - _float(logp)
+    d = ref_logp - logp
     return torch.expm1(d) - d
 
 
-def importance_ratio(logp, old_logp, mask, importance_sampling_level="token"):
-    """New over old probability of each token, (N, C). `old_logp` None: the policy has not moved.
+def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
+    """New over old probability of each token, (N, C).
 
-    "sequence" gives all tokens of a completion one ratio, exp of the mean of logp - old_logp over
-    its tokens (GSPO, arXiv:2507.18071, eq. 7).
+    "sequence" gives all tokens of a completion one ratio, exp of the mean of
+    logp - old_logp over its tokens (GSPO, arXiv:2507.18071, eq. 7). Needs `masked_mean`.
     """
-    log_ratio = _float(logp) - _float(logp.detach() if old_logp is None else old_logp)
+    log_ratio = logp - old_logp
     if importance_sampling_level == "sequence":
-        log_ratio = masked_mean(log_ratio, mask, dim=1).expand_as(logp)
+        log_ratio = masked_mean(log_ratio, mask, dim=1)[:, None].expand_as(logp)
     elif importance_sampling_level != "token":
-        raise ValueError(f"importance_sampling_level {importance_sampling_level!r} is unknown")
+        raise ValueError(f"level {importance_sampling_level!r} is unknown")
     return log_ratio.exp()
 
 
 def clipped_surrogate(
-    logp, old_logp, advantages, epsilon=0.2, epsilon_high=None, mask=None,
+    logp,
+    old_logp,
+    advantages,
+    epsilon=0.2,
+    epsilon_high=None,
+    mask=None,
     importance_sampling_level="token",
-):  # fmt: skip
-    """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A), (N, C): what is to be maximised.
+):
+    """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A): to be maximised.
 
-    logp, old_logp: (N, C); advantages: (N,) or (N, C); `mask` matters to the "sequence" ratio
-    alone. PPO (arXiv:1707.06347) eq. 7 as in DeepSeekMath eq. 3; `epsilon_high` is DAPO's
-    clip-higher (arXiv:2503.14476). Needs `importance_ratio`, `masked_mean` and `_float`.
+    logp, old_logp: (N, C), `old_logp` None: the policy has not moved. advantages: (N,)
+    or (N, C). The "sequence" ratio needs `mask`. PPO (arXiv:1707.06347) eq. 7 as
+    in DeepSeekMath eq. 3; `epsilon_high` is DAPO's clip-higher (arXiv:2503.14476).
+    Needs `importance_ratio` and `masked_mean`.
 
-    >>> logp, old_logp = torch.tensor([[0.7], [0.7]]).log(), torch.tensor([[0.5], [0.5]]).log()
+    >>> logp, old_logp = torch.full((2, 1), 0.7).log(), torch.full((2, 1), 0.5).log()
     >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
     tensor([ 1.1225, -1.3096])
     """
-    mask = torch.ones_like(logp) if mask is None else mask
+    if old_logp is None:
+        old_logp = logp.detach()
+    if epsilon_high is None:
+        epsilon_high = epsilon
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
+    clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     advantages = advantages.reshape(len(logp), -1)  # (N, 1) or (N, C)
-    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
-    return torch.minimum(ratio * advantages, clipped * advantages)
+    return torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
 
 def grpo_loss(
-    logp, old_logp, ref_logp, advantages, mask, *, epsilon=0.2, epsilon_high=None, beta=0.04,
-    loss_type="grpo", importance_sampling_level="token", max_completion_length=None,
-    num_sequences=None, num_tokens=None,
-):  # fmt: skip
-    """(scalar to minimise, metrics): DeepSeekMath eq. 3. The metrics `kl`, `entropy` (its estimate
-    -logp), `ratio_mean` and `clip_fraction` are means over unmasked tokens, detached.
+    logp,
+    old_logp,
+    ref_logp,
+    advantages,
+    mask,
+    *,
+    epsilon=0.2,
+    epsilon_high=None,
+    beta=0.04,
+    loss_type="grpo",
+    importance_sampling_level="token",
+    max_completion_length=None,
+    num_sequences=None,
+    num_tokens=None,
+):
+    """(scalar to minimise, metrics): DeepSeekMath eq. 3.
 
-    logp, old_logp, ref_logp: (N, C) in nats, mask: (N, C) bool, advantages: (N,) or (N, C).
-    `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None: no KL term. What
-    stands where `mask` is False reaches neither loss nor gradient. -surrogate + beta k3 of each
-    token is averaged by `loss_type`:
+    logp, old_logp, ref_logp: (N, C) float32 in nats; mask: (N, C); advantages: (N,) or
+    (N, C). `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None:
+    no KL term. What stands where `mask` is False reaches neither loss nor gradient.
+    -surrogate + beta k3 of each token is averaged by `loss_type`:
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
-        dr_grpo  sum over tokens / (num_sequences * max_completion_length); C if that is None
-    `num_sequences` and `num_tokens` are totals of the optimizer batch (None: this call is all of
-    it), so that the losses of its micro-batches add up to its loss. Raises ValueError for an
-    unknown type. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3`, `masked_mean`, `_float`.
+        dr_grpo  sum over tokens / (num_sequences * max_completion_length)
+    `num_sequences` and `num_tokens` are totals of the optimizer batch (None: this call
+    is all of it), so that the losses of its micro-batches add up to its loss. The
+    metrics are means over unmasked tokens. Raises ValueError for an unknown type. Needs
+    `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`.
     """
-    mask, level = mask.bool(), importance_sampling_level
-    advantages = advantages.reshape(len(mask), -1).expand(mask.shape)  # (N, C)
-    tensors = (logp, old_logp, ref_logp, advantages)
-    filled = [x if x is None else x.masked_fill(~mask, 0) for x in tensors]
-    logp, old_logp, ref_logp, advantages = filled
-    surrogate = clipped_surrogate(logp, old_logp, advantages, epsilon, epsilon_high, mask, level)
-    kl = torch.zeros_like(surrogate) if ref_logp is None else kl_k3(logp, ref_logp)
-    token_loss = beta * kl - surrogate  # (N, C), 0 where masked
+    mask = mask.bool()
+    logp = logp.masked_fill(~mask, 0)
+    old_logp = logp.detach() if old_logp is None else old_logp.masked_fill(~mask, 0)
+    advantages = advantages.reshape(len(mask), -1).expand_as(mask)  # (N, C)
+    advantages = advantages.masked_fill(~mask, 0)
+    surrogate = clipped_surrogate(
+        logp,
+        old_logp,
+        advantages,
+        epsilon,
+        epsilon_high,
+        mask,
+        importance_sampling_level,
+    )
+    kl = torch.zeros_like(logp)
+    if ref_logp is not None:
+        kl = kl_k3(logp, ref_logp.masked_fill(~mask, 0))
+    per_token_loss = beta * kl - surrogate  # (N, C), 0 where masked
 
-    num_sequences = len(mask) if num_sequences is None else num_sequences
-    num_tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
+    if num_sequences is None:
+        num_sequences = len(mask)
+    if num_tokens is None:
+        num_tokens = mask.sum()
     if loss_type == "grpo":
-        loss = masked_mean(token_loss, mask, dim=1).sum() / num_sequences
+        loss = masked_mean(per_token_loss, mask, dim=1).sum() / num_sequences
     elif loss_type == "dapo":
-        loss = token_loss.sum() / num_tokens
+        loss = per_token_loss.sum() / max(num_tokens, 1)
     elif loss_type == "dr_grpo":
-        loss = token_loss.sum() / (num_sequences * (max_completion_length or mask.shape[1]))
+        max_completion_length = max_completion_length or mask.shape[1]
+        loss = per_token_loss.sum() / (num_sequences * max_completion_length)
     else:
         raise ValueError(f"loss_type {loss_type!r} is unknown")
 
     with torch.no_grad():
-        ratio = importance_ratio(logp, old_logp, mask, level)
-        clipped = (surrogate < ratio * advantages).float()  # the minimum is the clipped side
-        metrics = dict(kl=kl, entropy=-logp, ratio_mean=ratio, clip_fraction=clipped)
-        metrics = {name: masked_mean(value, mask) for name, value in metrics.items()}
+        ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
+        clipped = surrogate < ratio * advantages  # the minimum is the clipped side
+        metrics = dict(
+            kl=masked_mean(kl, mask),
+            entropy=masked_mean(-logp, mask),  # its estimate from the sampled tokens
+            ratio_mean=masked_mean(ratio, mask),
+            clip_fraction=masked_mean(clipped, mask),
+        )
     return loss, metrics
 
 
-# ------------------------------------------------------------------------------------------- update
+# ---------------------------------------------------------------- sampling, log-probs
+
+
+def sample(logits, temperature=1.0):
+    """One token of each row from softmax(logits / temperature): (N, V) -> (N,).
+
+    At temperature 0 the most probable one. Inverse transform sampling takes one uniform
+    number a row; `torch.multinomial` draws one for each word of the vocabulary, which
+    for 151,936 of them took a third of a decoding step on a CPU.
+    """
+    if temperature == 0:
+        return logits.argmax(1)
+    probs = (logits.float() / temperature).softmax(1)  # (N, V)
+    cdf = probs.cumsum(1, dtype=torch.float64)  # float32 would lose the tail
+    draws = torch.rand_like(cdf[:, :1]) * cdf[:, -1:]
+    ids = torch.searchsorted(cdf, draws, right=True)[:, 0]  # the first beyond the draw
+    return ids.clamp(max=logits.shape[1] - 1)  # of NaN too; `update` reports those
+
+
+def positions(attention_mask):
+    """Position of each token, padding on the left not counted."""
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def generate(
+    model,
+    prompt_ids,
+    prompt_mask,
+    num_generations,
+    max_completion_length,
+    eos_token_ids,
+    pad_token_id=0,
+    temperature=1.0,
+):
+    """G completions of each prompt, sampled from exactly the policy -> ids (N, C).
+
+    prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
+    row's EOS stands `pad_token_id`. Ignores the model's generation config. Each prompt
+    runs once and finished rows leave the batch, for which the model must be one that
+    `can_share_prompts`. Needs `sample` and `positions`.
+    """
+    cache = DynamicCache(config=model.config)
+    attention_mask = prompt_mask.long()
+
+    def next_logits(ids):
+        return model(
+            ids,
+            attention_mask=attention_mask,
+            position_ids=positions(attention_mask)[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    logits = next_logits(prompt_ids).repeat_interleave(num_generations, 0)  # (N, V)
+    attention_mask = attention_mask.repeat_interleave(num_generations, 0)
+    cache.batch_repeat_interleave(num_generations)
+    eos = torch.tensor(eos_token_ids, device=logits.device)
+    shape = len(logits), max_completion_length
+    completion_ids = prompt_ids.new_full(shape, pad_token_id)
+    rows = torch.arange(len(logits), device=logits.device)  # of those in the batch
+    finished = rows < 0
+    next_ids = rows
+    # To look which rows have finished makes the host wait for a GPU.
+    look_every = 16 if logits.is_cuda else 1
+    for i in range(max_completion_length):
+        if i > 0:
+            attention_mask = F.pad(attention_mask, (0, 1), value=1)
+            logits = next_logits(next_ids[:, None])
+        next_ids = sample(logits, temperature).masked_fill(finished, pad_token_id)
+        completion_ids[rows, i] = next_ids
+        finished = finished | torch.isin(next_ids, eos)
+        if i % look_every == 0:
+            unfinished = (~finished).nonzero()[:, 0]
+            if len(unfinished) == 0:
+                break
+            if len(unfinished) < len(rows):
+                cache.batch_select_indices(unfinished)
+                rows = rows[unfinished]
+                next_ids = next_ids[unfinished]
+                finished = finished[unfinished]
+                attention_mask = attention_mask[unfinished]
+    return completion_ids
+
+
+@torch.no_grad()
+def generate_with_transformers(
+    model,
+    prompt_ids,
+    prompt_mask,
+    num_generations,
+    max_completion_length,
+    eos_token_ids,
+    pad_token_id=0,
+    temperature=1.0,
+    static=False,
+):
+    """What `generate` does, by transformers and for any cache.
+
+    Each prompt runs alone, since a recurrent state may be wrong after padding; with a
+    `static` cache, for which a GPU compiles CUDA graphs, all run at once.
+    """
+    config = transformers.GenerationConfig(
+        max_new_tokens=max_completion_length,
+        do_sample=temperature > 0,
+        temperature=temperature or None,
+        top_k=0,
+        eos_token_id=eos_token_ids,
+        pad_token_id=pad_token_id,
+        cache_implementation="static" if static else None,
+    )
+    # What is unset would come from the model's own, such as a penalty of repetition.
+    own_config, model.generation_config = model.generation_config, config
+    completions = []
+    size = len(prompt_ids) if static else 1
+    for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
+        ids = ids[:, mask.any(0)].repeat_interleave(num_generations, 0)
+        mask = mask[:, mask.any(0)].repeat_interleave(num_generations, 0)
+        output = model.generate(ids, config, attention_mask=mask.long())
+        completions += output[:, ids.shape[1] :]
+    model.generation_config = own_config
+    ids = pad_sequence(completions, batch_first=True, padding_value=pad_token_id)
+    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=pad_token_id)
+
+
+def head_logprobs(hidden, weight, ids, temperature):
+    """log softmax(hidden @ weight.T / temperature) at `ids`: (M, H), (V, H), (M,) -> (M,).
+
+    In float32, some tokens at a time; backward computes their logits again, so that
+    never do all (M, V) of them stand in memory.
+    """
+
+    def of_some(hidden, ids):
+        logits = (hidden @ weight.t()).float() / temperature
+        return -F.cross_entropy(logits, ids, reduction="none")
+
+    size = max(1, LOGITS_AT_ONCE // len(weight))
+    parts = zip(hidden.split(size), ids.split(size), strict=True)
+    return torch.cat([checkpoint(of_some, *x, use_reentrant=False) for x in parts])
+
+
+def token_logprobs(
+    model,
+    prompt_ids,
+    prompt_mask,
+    completion_ids,
+    completion_mask,
+    temperature=1.0,
+    share_prompts=True,
+):
+    """log-prob of each completion token given all before it: (N, C) float32.
+
+    0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids,
+    completion_mask: (N, C), rows b*G … b*G+G-1 continue prompt b. Logits are divided by
+    `temperature`, as in sampling. `share_prompts` runs each prompt once and its
+    completions on G copies of its key-value cache, through which gradients flow, and
+    never holds the (N, C, V) logits; else this is the model's plain forward. Whether a
+    model may tells `can_share_prompts`. Needs `positions`, `forward_with_cache`,
+    `head_logprobs`, `LOGITS_AT_ONCE`, and `DynamicCache` of transformers.
+    """
+    num_generations = len(completion_ids) // len(prompt_ids)
+    length = completion_ids.shape[1]
+    ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
+    # A completion's last token predicts nothing and need not run. No token attends to
+    # the padding on the right, which comes after it.
+    inputs = completion_ids[:, :-1]
+    repeated_mask = prompt_mask.repeat_interleave(num_generations, 0)
+    ones = torch.ones_like(inputs, dtype=torch.bool)
+    attention_mask = torch.cat([repeated_mask, ones], 1)  # (N, P + C - 1)
+    if not share_prompts:
+        repeated_ids = prompt_ids.repeat_interleave(num_generations, 0)
+        # Not a call of the model: FSDP gathers weights for this function (`shard`).
+        logits = model.forward(
+            torch.cat([repeated_ids, inputs], 1),
+            attention_mask=attention_mask.long(),
+            position_ids=positions(attention_mask),
+            use_cache=False,
+            logits_to_keep=length,
+        ).logits[:, -length:]
+        logits = logits[completion_mask].float() / temperature  # (M, V)
+        logp = logits.log_softmax(1).gather(1, ids[:, None])[:, 0]
+    else:
+        cache = DynamicCache(config=model.config)
+        hidden = forward_with_cache(model, prompt_ids, prompt_mask, cache)  # (B, P, H)
+        # A prompt's last hidden state predicts its completions' first tokens …
+        hidden = hidden[:, -1:].repeat_interleave(num_generations, 0)  # (N, 1, H)
+        if length > 1:  # … and what follows, without the last token, the others.
+            cache.batch_repeat_interleave(num_generations)
+            rest = forward_with_cache(model, inputs, attention_mask, cache)
+            hidden = torch.cat([hidden, rest], 1)  # (N, C, H)
+        weight = model.get_output_embeddings().weight
+        logp = head_logprobs(hidden[completion_mask], weight, ids, temperature)
+    zeros = logp.new_zeros(completion_mask.shape)
+    return zeros.masked_scatter(completion_mask, logp)
+
+
+def forward_with_cache(model, ids, mask, cache):
+    """The last hidden states of ids (N, L), which go on from `cache` and are added to it.
+
+    Gradient checkpointing runs each layer again in backward, on the cache as it was.
+    """
+    before = [copy.copy(layer) for layer in cache.layers]
+    given = DynamicCache()
+    given.layers = cache.layers
+    hidden = model.base_model(
+        ids,
+        attention_mask=mask.long(),
+        position_ids=positions(mask)[:, -ids.shape[1] :],
+        past_key_values=given,
+        use_cache=True,
+    )[0]
+    given.layers = before
+    return hidden
+
+
+def can_share_prompts(model, length=5):
+    """ "" if `token_logprobs` may share prompts, else what speaks against it.
+
+    Compares values and gradients with those of the plain forward, on a prompt of
+    `length` tokens, in float32, where what differs is no rounding: not all logits are
+    head(hidden) (Gemma 2 caps them, Cohere scales them), not every layer bears a shared
+    cache. Raises `Error` where the plain forward itself is wrong, because padding or
+    tokens that come later change a log-prob.
+    """
+    head, embeddings = (
+        model.get_output_embeddings(),
+        model.get_input_embeddings().weight,
+    )
+
+    def compute(prompts, completions, share_prompts):
+        """Log-probs of the last completion's two tokens, gradients of embeddings."""
+        prompts = pad(prompts, "left", model.device)
+        completions = pad(completions, "right", model.device)
+        logp = token_logprobs(
+            model, *prompts, *completions, share_prompts=share_prompts
+        )
+        (grad,) = torch.autograd.grad(logp.sum(), embeddings)
+        return logp[-1, :2].detach(), grad
+
+    def differ(found, expected):
+        return (found - expected).norm() > 1e-4 * expected.norm()
+
+    long = ([2, 3, 4] * length)[:length]
+    padded = [long, [5, 6]], [[2, 3, 4, 5], [7, 8]]
+    logp, grad = compute(*padded, share_prompts=False)
+    alone, _ = compute([[5, 6]], [[7, 8]], share_prompts=False)
+    if differ(logp, alone):
+        raise Error(
+            f"padding or later tokens change {type(model).__name__}'s log-probs"
+        )
+    try:
+        shared_logp, shared_grad = compute(*padded, share_prompts=True)
+        # Inputs so large that a cap shows even in a model whose logits are small.
+        with head.register_forward_pre_hook(lambda head, args: 1000 * args[0]):
+            ids = torch.tensor([[2, 3, 4]], device=model.device)
+            is_head = torch.equal(model(ids).logits, head(model.base_model(ids)[0]))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return one_line(error)
+    if not is_head or getattr(head, "bias", None) is not None:
+        return "logits are not the product of hidden states and output layer"
+    if differ(shared_logp, logp) or differ(shared_grad, grad):
+        return "log-probs or gradients differ"
+    return ""
+
+
+# ------------------------------------------------------------------------------ update
 
 
 class MasterAdamW:
-    """AdamW on float32 master weights, whatever dtype the model computes in.
+    """AdamW (arXiv:1711.05101) on float32 master weights, whatever dtype the model has.
 
-    bfloat16 keeps 8 bits of a weight: a change by less than about 1/512 of it is rounded away, and
-    at a learning rate of 1e-6 nearly all are. A float32 weight is its own master; a bfloat16 one is
-    the upper half of its master, rounded, and the lower 16 bits stand beside it. A parameter thus
-    costs 2 + 2 bytes, its moments 8 and its gradient 2 or 4.
+    bfloat16 keeps 8 bits of a weight: a change by less than 1/512 of it, at a learning
+    rate of 1e-6 nearly all, would be rounded away. A bfloat16 weight is the upper half
+    of its master, rounded; the lower 16 bits stand beside it. A parameter thus takes
+    2 + 2 bytes, its moments 8, its gradient 2 or 4.
     """
 
-    SLICE = 2**20  # weights updated at once: they fit in a cache, and no tensor is copied whole
+    def __init__(self, model):
+        self.model = model
+        self.num_steps = 0
+        self.state = {}  # two moments and, of bfloat16 weights, the lower halves
+        for param in model.parameters():
+            if param.requires_grad:
+                state = [torch.zeros_like(param, dtype=torch.float32) for _ in range(2)]
+                if param.dtype == torch.bfloat16:
+                    state.append(torch.zeros_like(param, dtype=torch.int16))
+                self.state[param] = state
 
-    def __init__(self, model, weight_decay=0.0):
-        self.params = [param for param in model.parameters() if param.requires_grad]
-        self.sharded = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
-        self.num_steps, self.state = 0, []  # [two moments, and the lower halves if there are any]
-        for param in self.params:
-            dtypes = [torch.float32] * 2 + [torch.int16] * (param.dtype == torch.bfloat16)
-            self.state.append([torch.zeros_like(param, dtype=dtype) for dtype in dtypes])
-        self.options = dict(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
-        self.options |= dict(amsgrad=False, maximize=False, fused=True)
+    def tensors(self):
+        """This rank's part of all weights, moments and lower halves."""
+        rows = self.state.items()
+        return [local(x.detach()) for param, state in rows for x in (param, *state)]
 
     @torch.no_grad()
     def step(self, learning_rate, max_grad_norm=math.inf):
-        """Clip the gradient to `max_grad_norm`, update, free it -> its norm before clipping.
+        """Clip the gradient to `max_grad_norm`, update, free it -> its norm before.
 
-        If that is not finite, as after a loss that is not, raises `Error` and moves no weight.
+        Raises `Error` and moves no weight if the norm is not finite.
         """
-        for module in self.sharded:  # FSDP shows whole weights until then; a step is for the shards
-            module.reshard()
-        gradients = [param.grad for param in self.params]
-        for param in self.params:
-            param.grad = None
-        norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
-        norm = whole(norm(torch.stack([norm(g) for g in gradients if g is not None]))).item()
+        for module in self.model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()  # a step is for the shards, not for whole weights
+        params = [param for param in self.state if param.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm([x.grad for x in params])).item()
         if not math.isfinite(norm):
-            raise Error(f"the gradient's norm is {norm}; the weights are as they were before")
+            self.model.zero_grad()
+            raise Error(f"the gradient's norm is {norm}; the weights are as before")
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
-        for param, state in zip(self.params, self.state, strict=True):
-            gradient = gradients.pop(0)  # freed as soon as it has been used
-            if gradient is None:
-                continue
-            tensors = (param, gradient, *state)
-            own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-            slices = zip(*(tensor.view(-1).split(self.SLICE) for tensor in own), strict=True)
-            for weights, slope, first, second, *lower in slices:
-                master = join_halves(weights, *lower) if lower else weights
-                count = torch.full((), float(self.num_steps), device=master.device)  # adamw adds 1
-                lists = [master], [slope.float() * scale], [first], [second], [], [count]
-                adamw(*lists, lr=learning_rate, **self.options)
-                if lower:
-                    split_halves(master, weights, *lower)
+        count = torch.tensor(float(self.num_steps), device=self.model.device)
         self.num_steps += 1
+        for param in params:
+            tensors = [param, param.grad, *self.state[param]]
+            param.grad = None
+            parts = [local(x).view(-1).split(WEIGHTS_AT_ONCE) for x in tensors]
+            for weight, grad, exp_avg, exp_avg_sq, *lower in zip(*parts):
+                master = join_halves(weight, *lower) if lower else weight
+                adamw(
+                    [master],
+                    [grad.float() * scale],
+                    [exp_avg],
+                    [exp_avg_sq],
+                    [],
+                    [count.clone()],  # adamw adds 1
+                    fused=True,
+                    amsgrad=False,
+                    beta1=0.9,
+                    beta2=0.999,
+                    lr=learning_rate,
+                    weight_decay=0.0,
+                    eps=1e-8,
+                    maximize=False,
+                )
+                if lower:
+                    split_halves(master, weight, *lower)
         return norm
 
 
 def join_halves(upper, lower):
-    """float32 numbers from their upper 16 bits, as bfloat16, and their lower 16, as int16."""
+    """float32 numbers of their upper 16 bits, as bfloat16, and lower 16, as int16."""
     return ((upper.view(torch.int16).int() << 16) + lower).view(torch.float32)
 
 
 def split_halves(master, upper, lower):
-    """Write float32 `master` into its halves: `upper`, the nearest bfloat16, and what is left."""
+    """Write float32 `master` to `upper`, the nearest bfloat16, and what is left."""
     bits = master.view(torch.int32)
     lower.copy_(bits.to(torch.int16))  # the lower 16 bits, as a number with a sign
     upper.view(torch.int16).copy_((bits - lower) >> 16)
 
 
-def cut_micro_batches(prompt_lengths, completion_lengths, num_generations, max_tokens):
-    """Cut B groups into micro-batches of at most `max_tokens` padded tokens.
+def cut_micro_batches(rows, prompt_lengths, lengths, max_tokens):
+    """Cut groups into micro-batches of at most `max_tokens` padded tokens, by halves.
 
-    prompt_lengths: (B,), completion_lengths: (N,), on the CPU -> [(prompts, rows), …], indices of
-    both. Each prompt of a micro-batch stands before equally many rows: its whole group or, where
-    that would be too long, an equal part of it. Sorted by length, so that little is padding. One
-    completion alone may exceed the budget.
+    rows: (B, G), those of each group; prompt_lengths: (B,) and lengths of completions:
+    (N,) of the whole batch -> a list of such rows. Sorted by length, so that little is
+    padding. One completion alone may exceed the budget.
     """
-    room = (max_tokens - prompt_lengths.max()) // completion_lengths.max().clamp(min=1)
-    divisors = [n for n in range(1, num_generations + 1) if num_generations % n == 0]
-    size = max(n for n in divisors if n <= max(1, room))  # rows of a group that run together
-    order = completion_lengths.argsort(descending=True, stable=True)  # (N,)
-    rows = order[(order // num_generations).argsort(stable=True)]  # by group, the longest first
-    parts = rows.view(-1, size)  # each of one group
-    parts = parts[completion_lengths[parts[:, 0]].argsort(descending=True, stable=True)]
-    batches = [parts[:1]]
-    for part in parts[1:]:
-        longer = torch.cat([batches[-1], part[None]])
-        prompt = prompt_lengths[longer[:, 0] // num_generations].max()
-        if len(longer) * (prompt + size * completion_lengths[longer[0, 0]]) <= max_tokens:
-            batches[-1] = longer
-        else:
-            batches.append(part[None])
-    return [(batch[:, 0] // num_generations, batch.flatten()) for batch in batches]
+    num_generations = len(lengths) // len(prompt_lengths)
+    rows = rows.gather(1, lengths[rows].argsort(1, descending=True))
+    rows = rows[lengths[rows[:, 0]].argsort(descending=True)]
+
+    def cut(rows):
+        longest_prompt = prompt_lengths[rows[:, 0] // num_generations].max()
+        num_tokens = len(rows) * longest_prompt + rows.numel() * lengths[rows].max()
+        if num_tokens <= max_tokens or rows.numel() == 1:
+            return [rows]
+        first, second = rows.tensor_split(2, dim=0 if len(rows) > 1 else 1)
+        return cut(first) + cut(second)
+
+    return cut(rows)
 
 
-def crop(prompt_ids, prompt_mask, completion_ids, mask):
-    """The same four without the columns that are padding in every row."""
-    left, right = prompt_mask.any(0), mask.any(0)
-    right[0] = True  # one column at least, where every row is masked
-    return prompt_ids[:, left], prompt_mask[:, left], completion_ids[:, right], mask[:, right]
-
-
-def update(policy, reference, optimizer, config, learning_rate, batch, advantages, fast):
-    """num_iterations (mu) AdamW steps on one rollout -> metrics, means over its tokens and steps
-    (without a reference, over tokens of groups with an advantage; `grad_norm`: of the last step).
-
-    batch: prompt_ids and prompt_mask (B, P), completion_ids and mask (N, C); advantages: (N,) or
-    (N, C). reference: a function of such a batch that gives its log-probs (N, C); None: no KL term.
-    """
+def take_rows(batch, rows):
+    """Rows (prompts, completions of each) of a batch, without columns of padding."""
     prompt_ids, prompt_mask, completion_ids, mask = batch
-    num_generations = len(mask) // len(prompt_ids)
-    advantages = advantages.to(mask.device).reshape(len(mask), -1).expand(mask.shape)  # (N, C)
-    names = "loss_type epsilon epsilon_high beta importance_sampling_level max_completion_length"
-    options = {name: getattr(config, name) for name in names.split()}
-    # Gradients are averaged over ranks, so the normalisers are means over ranks as well; of
-    # sequences each rank has equally many.
-    options |= dict(num_sequences=len(mask), num_tokens=mean_tokens(mask))
-    if reference is None:  # then a group without advantages has no gradient at all: leave it out
-        live = advantages.reshape(len(prompt_ids), -1).any(1)  # (B,)
-        live[0] |= ~live.any()  # but one for backward to have something
-        rows = live.repeat_interleave(num_generations)  # (N,)
-        prompt_ids, prompt_mask = prompt_ids[live], prompt_mask[live]
-        completion_ids, mask, advantages = completion_ids[rows], mask[rows], advantages[rows]
-    num_live, lengths = mean_tokens(mask), (prompt_mask.sum(1).cpu(), mask.sum(1).cpu())
-    if not fast:  # then each completion runs with a prompt of its own
-        lengths = 0 * lengths[0], lengths[0].max() + lengths[1]
-    cut = cut_micro_batches(*lengths, num_generations, config.micro_batch_tokens)
-    parts = [crop(prompt_ids[p], prompt_mask[p], completion_ids[r], mask[r]) for p, r in cut]
-    for param in optimizer.params:  # a sum of gradients in bfloat16 would lose small ones
-        param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
-
-    # A sharded policy has an entry of its own, see `shard`.
-    logprobs = getattr(policy, "token_logprobs", functools.partial(token_logprobs, policy))
-    old_logps, ref_logps, totals = {}, {}, collections.defaultdict(float)
-    for iteration in range(config.num_iterations):
-        for i, (part, (_, rows)) in enumerate(zip(parts, cut, strict=True)):
-            if iteration == 0 and reference is not None:
-                ref_logps[i] = reference(*part)
-            logp = logprobs(*part, config.temperature, fast)
-            old_logp = old_logps.setdefault(i, logp.detach())  # before any weight has moved
-            terms = logp, old_logp, ref_logps.get(i), advantages[rows, : logp.shape[1]]
-            loss, metrics = grpo_loss(*terms, part[-1], **options)
-            loss.backward()
-            share = part[-1].sum() / num_live  # of the tokens that metrics are means over
-            for name, value in metrics.items():
-                totals[name] += share * value / config.num_iterations
-            totals["loss"] += loss.detach() / config.num_iterations
-        exchange_gradients(policy, fast)
-        totals["grad_norm"] = optimizer.step(learning_rate, config.max_grad_norm)
-    records = gather({name: float(total) for name, total in totals.items()})
-    return {name: sum(record[name] for record in records) / len(records) for name in totals}
-
-
-# ----------------------------------------------------------------------------------------- training
-
-
-@dataclass
-class Run:
-    """What the functions below share; `set_up` makes it."""
-
-    config: Config
-    device: torch.device
-    reward_functions: dict  # {name: (function, weight)}
-    policy: torch.nn.Module
-    tokenizer: transformers.PreTrainedTokenizerBase
-    eos_token_ids: list[int]
-    fast: bool = True  # whether `token_logprobs` may share prompts
-    sampler: Callable = generate  # or `generate_with_transformers`
-    resumed: Path | None = None  # the checkpoint to go on from
-    lora: torch.nn.Module | None = None  # peft's wrapper of the policy
-    train_rows: list[dict] = dataclasses.field(default_factory=list)  # of `encode_prompts`
-    eval_rows: list[dict] = dataclasses.field(default_factory=list)
-    output_dir: Path | None = None
-    track: Callable = lambda record: None  # what --report-to wants done with each row of metrics
-    finish: Callable = lambda: None  # and at the end
-    stop: str = ""  # the signal that asked for an end
-
-    def log(self, name, *records):
-        """Append records to a JSONL file of the run's folder; NaN, which is no JSON, as null."""
-        if ranks()[0] == 0:
-            records = [{k: None if v != v else v for k, v in row.items()} for row in records]
-            with open(self.output_dir / name, "a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in records)
-            for row in records if name == "metrics.jsonl" else ():
-                self.track(row)
-
-
-def rollout(run, rows, num_generations, temperature):
-    """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask (N, C)."""
-    # Masks tell padding from text, so that any token will do as padding.
-    config, eos, pad_token_id = run.config, run.eos_token_ids, run.eos_token_ids[0]
-    prompts = pad([row["ids"] for row in rows], pad_token_id, "left", run.device)
-    how = config.max_completion_length, eos, pad_token_id, temperature, config.top_p, config.top_k
-    completion_ids = run.sampler(run.policy, *prompts, num_generations, *how)
-    return *prompts, completion_ids, completion_mask(completion_ids, eos)
-
-
-def score_completions(run, rows, completion_ids, mask):
-    """What the completions of B rows are worth -> texts, scores, steps.
-
-    scores: {reward, rewards/<name>: (N,)}, NaN where not judged. steps: None or, if a reward
-    function gave a list, one number a step, the (step_rewards, step_ends) of `process_advantages`;
-    a single number of another function then belongs to the last step.
-    """
-    rows = [row for row in rows for _ in range(len(mask) // len(rows))]
-    ids = [i[m].tolist() for i, m in zip(completion_ids.cpu(), mask.cpu(), strict=True)]
-    spoken = [i[:-1] if i[-1] in run.eos_token_ids else i for i in ids]
-    texts = run.tokenizer.batch_decode(spoken, skip_special_tokens=True)
-    separator = run.config.step_separator
-    parts = [[part for part in text.split(separator) if part.strip()] for text in texts]
-    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
-    columns |= dict(prompts=[row["text"] for row in rows], completions=texts)
-    del columns["prompt"]  # which is in `messages`, and in `prompts` as the model sees it
-    values = score(run.reward_functions, **columns | dict(completion_ids=ids, steps=parts))
-    scores, reward = {}, 0
-    for name, (_, weight) in run.reward_functions.items():
-        lists = [v if isinstance(v, list) else [math.nan if v is None else v] for v in values[name]]
-        scores[f"rewards/{name}"] = torch.tensor([sum(v) / max(1, len(v)) for v in lists])
-        reward += weight * scores[f"rewards/{name}"].nan_to_num()
-    unjudged = torch.stack([*scores.values()]).isnan().all(0)
-    scores = dict(reward=reward.masked_fill(unjudged, math.nan), **scores)
-    if not any(isinstance(value, list) for column in values.values() for value in column):
-        return texts, scores, None
-
-    if run.config.scale_rewards == "batch":
-        raise Error("--scale-rewards batch: rewards of single steps are scaled in their group")
-    ends = [step_ends(run.tokenizer, row_ids, separator) for row_ids in ids]
-    step_rewards = [[0.0] * len(row_ends) for row_ends in ends]
-    for name, (_, weight) in run.reward_functions.items():
-        for i, value in enumerate(values[name]):
-            if not isinstance(value, list):
-                value = [0.0] * (len(ends[i]) - 1) + [value or 0.0]
-            if len(value) not in (len(ends[i]), len(parts[i])):
-                counts = f"{len(value)} numbers for {len(ends[i])} steps"
-                raise Error(f"the reward {name} returned {counts}: {texts[i]!r:.200}")
-            for j, number in enumerate(value):
-                step_rewards[i][j] += weight * number
-    for i in unjudged.nonzero()[:, 0].tolist():  # then there is nothing to normalise
-        step_rewards[i], ends[i] = [], []
-    return texts, scores, (step_rewards, ends)
-
-
-def step_ends(tokenizer, ids, separator="\n"):
-    """Index of each step's last token in a completion's sampled ids. Steps are its non-blank parts.
-
-    The last step runs through the last token, be it EOS or where the completion was cut off.
-    """
-    ends, pieces = [], tokenizer.batch_decode([[token] for token in ids])
-    for i in [i for i, piece in enumerate(pieces) if separator[-1] in piece] + [len(ids) - 1]:
-        parts = tokenizer.decode(ids[: i + 1], skip_special_tokens=True).split(separator)
-        done = sum(part.strip() != "" for part in parts[: None if i == len(ids) - 1 else -1])
-        ends += [i] * (done - len(ends))
-    return ends[:-1] + [len(ids) - 1]
-
-
-def train(config):
-    """GRPO from the first prompt to the last checkpoint -> the last row of evaluation."""
-    run = set_up(config)
-    optimizer, reference, done = prepare(run)
-    heed_signals(run)
-    (rank, world_size), group, scale = ranks(), config.num_generations, config.scale_rewards
-    if config.eval_every and not done:
-        evaluate(run, 0)
-    bar = tqdm(total=config.max_steps, desc="training", initial=done, disable=rank > 0)
-    for step in range(done + 1, config.max_steps + 1):
-        start = time.perf_counter()
-        # 1. take B prompts
-        rows = prompt_batch(run.train_rows, step, config.prompts_per_step, config.seed)
-        rows = rows[rank::world_size]
-        # 2. sample G completions of each from the current policy
-        *prompts, completion_ids, mask = rollout(run, rows, group, config.temperature)
-        # 3. score them
-        texts, scores, steps = score_completions(run, rows, completion_ids, mask)
-        # 4. normalise the scores within each group
-        eos = torch.tensor(run.eos_token_ids, device=run.device)
-        finished = torch.isin(completion_ids, eos).any(1, keepdim=True)  # (N, 1)
-        columns = scores | dict(length=mask.sum(1).cpu(), finished=finished[:, 0].cpu())
-        columns = concatenate(gather(columns))  # of all ranks: --scale-rewards batch wants them
-        if columns["reward"].isnan().all():
-            names = ", ".join(run.reward_functions)
-            raise Error(f"no completion was judged by {names}: all returned None")
-        outcome = group_advantages(columns["reward"], group, scale)
-        if steps:
-            advantages = process_advantages(*steps, group, mask.shape[1], scale_rewards=scale)
-        else:
-            advantages = outcome.chunk(world_size)[rank]
-        # 5. ascend the clipped surrogate, held to the reference
-        middle = time.perf_counter()
-        batch = *prompts, completion_ids, (mask & finished if config.mask_truncated else mask)
-        rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-        means = update(run.policy, reference, optimizer, config, rate, batch, advantages, run.fast)
-        # 6. log, look, evaluate, save
-        end = time.perf_counter()
-        record = dict(step=step, **rollout_metrics(columns, outcome, group), **means)
-        record |= dict(learning_rate=rate, rollout_seconds=middle - start)
-        record |= dict(update_seconds=end - middle, step_seconds=end - start)
-        run.log("metrics.jsonl", record | dict(peak_memory_gb=max(gather(peak_memory_gb()))))
-        shown = dict(reward=record["reward"], kl=record["kl"], length=record["completion_length"])
-        bar.set_postfix(shown)
-        bar.update()
-        last = step == config.max_steps
-        stop = max(gather(run.stop))  # a signal to any rank stops them all
-        if config.samples_every and (step % config.samples_every == 0 or step == 1):
-            show_samples(run, step, rows, texts, scores, advantages)
-        if config.eval_every and (step % config.eval_every == 0 or last):
-            evaluate(run, step)
-        if last or stop or config.save_every and step % config.save_every == 0:
-            save_checkpoint(run, optimizer, step)
-        if stop and not last:
-            run.finish()
-            raise Error(f"{stop} after step {step}; go on with --resume {run.output_dir}")
-    bar.close()
-    run.finish()
-    return conclude(run) if rank == 0 else {}
-
-
-def set_up(config):
-    """The `Run` that a config asks for. Raises `Error` for whatever the config gets wrong."""
-    device = join_ranks()
-    rank, world_size = ranks()
-    alone = config.lora_rank or config.continuous_batching
-    if config.prompts_per_step % world_size or world_size > 1 and alone:
-        single = "--lora-rank and --continuous-batching are for one"
-        raise Error(f"{world_size} ranks: --prompts-per-step must be a multiple; {single}")
-    functions = load_rewards(config.reward, device)
-    train_rows, eval_rows = load_data(config, needs_answer=judges_answers(functions))
-    resumed = newest_checkpoint(Path(config.resume)) if config.resume and rank == 0 else None
-    resumed = gather(resumed)[0]
-    reference = Path(config.resume or "") / "reference"
-    start = str(reference) if resumed and reference.exists() else config.model
-    changed = config.sft_steps and (config.beta or config.lora_rank)  # what GRPO began with
-    if resumed and changed and not reference.exists():
-        raise Error(f"--resume: with these options it needs {reference}, the model as GRPO began")
-    dtype = "float32" if world_size > 1 else config.dtype  # FSDP's shards are the masters
-    loaded = load_model(dataclasses.replace(config, model=start, dtype=dtype), device)
-    sampler = generate if has_plain_cache(loaded[0]) else generate_with_transformers
-    if config.continuous_batching:
-        sampler = functools.partial(generate_with_transformers, continuous=True)
-    run = Run(config, device, functions, *loaded, fast_path_holds(loaded[0]), sampler, resumed)
-    transformers.set_seed(config.seed + rank)
-    run.train_rows, run.eval_rows = encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
-    if (count := len(run.train_rows)) < config.prompts_per_step:
-        raise Error(f"{count} prompts are fewer than --prompts-per-step {config.prompts_per_step}")
-    longest = max(len(row["ids"]) for row in run.train_rows + run.eval_rows)
-    positions = getattr(run.policy.config.get_text_config(), "max_position_embeddings", None)
-    if longest + config.max_completion_length > (positions or math.inf):
-        need = f"a prompt of {longest} and --max-completion-length {config.max_completion_length}"
-        raise Error(f"{need} exceed the {positions} positions of {config.model}")
-    name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run.output_dir = Path(gather(config.output_dir or f"runs/{name}")[0])
-    if rank == 0:
-        try:
-            run.output_dir.mkdir(parents=True, exist_ok=True)
-            with open(run.output_dir / "config.json", "w" if config.resume else "x") as file:
-                json.dump(dataclasses.asdict(config) | dict(resume=None), file, indent=2)
-        except OSError as error:
-            can = "cannot be written to, or holds a run: name another, or --resume it"
-            raise Error(f"--output-dir {can} ({error})") from None
-        if config.report_to != "none":
-            run.track, run.finish = tracker(run)
-    size = f"{sum(p.numel() for p in run.policy.parameters()):,} parameters, {run.policy.dtype}"
-    say(f"{config.model} ({size}) on {run.device}, {count} prompts")
-    if not run.fast:
-        say(f"note: {type(run.policy).__name__} needs the plain path, slower, with more memory")
-    say(f"the first prompt, as the model sees it: {run.train_rows[0]['text']!r}")
-    return run
-
-
-def fast_path_holds(model):
-    """Whether `token_logprobs` gives with `fast` what it gives without, in values and gradients.
-
-    Wrong log-probs are never an option, so every model is asked, on a few tokens: not all logits
-    are head(hidden) (Gemma 2 caps them, Cohere scales them), not every layer bears a shared cache.
-    """
-    vocabulary = min(1000, model.config.get_text_config().vocab_size)
-    ids = torch.randint(vocabulary, (6, 5), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(model.device)
-    batch = [ids[:2], torch.ones_like(ids[:2]).bool(), ids[2:], torch.ones_like(ids[2:]).bool()]
-    batch[1][0, :2] = False
-    head, results, products = model.get_output_embeddings(), [], []
-    try:
-        for fast in (False, True):
-            logp = token_logprobs(model, *batch, fast=fast)
-            gradient = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
-            results.append((logp, *gradient))
-        # On inputs so large that a cap shows even in a model whose logits are small.
-        enlarge = head.register_forward_pre_hook(lambda module, inputs: (1000 * inputs[0],))
-        record = head.register_forward_hook(lambda module, inputs, out: products.append(out))
-        with enlarge, record, torch.no_grad():
-            logits = model(ids).logits
-    except Exception:  # whatever a model raises that has no such cache or no such head
-        return False
-    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    same = [(f - p).norm() <= tolerance * p.norm() for p, f in zip(*results, strict=True)]
-    capped = not torch.equal(logits.float(), products[0].float())
-    return all(same) and not capped and getattr(head, "bias", 0) is None  # LogProbs adds no bias
-
-
-def has_plain_cache(model):
-    """Whether the model's cache is keys and values alone, which can be repeated and cut by rows. A
-    state such as Mamba's cannot, and some forward methods ignore `past_key_values`."""
-    layers = DynamicCache(config=model.config).layers
-    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-    return plain and "past_key_values" in inspect.signature(model.forward).parameters
-
-
-def prepare(run):
-    """The supervised steps, the adapters, the optimizer, the reference, and what an interrupted run
-    left -> (optimizer, reference, number of steps done)."""
-    config, path = run.config, run.resumed
-    if config.gradient_checkpointing:
-        checkpoint_layers(run.policy)
-    if config.lora_rank:
-        add_lora(run)
-    if ranks()[1] > 1:
-        shard(run.policy, compute_dtype(config, run.device))
-    if config.sft_steps and not path:
-        sft(run)
-        if run.lora:  # GRPO starts from the model with what these adapters learnt
-            run.policy = run.lora.merge_and_unload()
-            add_lora(run)
-    if not path and config.max_steps and (config.beta or run.lora):
-        try:
-            save_model(run, run.output_dir / "reference")
-        except Exception as error:  # a full disk, for one
-            raise Error(f"cannot save the reference: {first_line(error)}") from None
-    optimizer = MasterAdamW(run.policy, config.weight_decay)
-    reference = freeze_reference(run) if config.beta and config.max_steps else None
-    if path:
-        return optimizer, reference, restore(run, optimizer, path)
-    for name in ("metrics.jsonl", "samples.jsonl") if ranks()[0] == 0 else ():
-        (run.output_dir / name).write_text("")  # a run that left no checkpoint starts over
-    return optimizer, reference, 0
-
-
-def freeze_reference(run):
-    """The policy as it stands, as a function: a batch -> its log-probs (N, C)."""
-    if run.lora:
-        model = run.policy
-    elif ranks()[1] > 1:  # a copy for each rank, of what the first one saved
-        saved = dataclasses.replace(run.config, model=str(run.output_dir / "reference"))
-        model = load_model(saved, run.device)[0]
-    else:
-        model = copy.deepcopy(run.policy)
-
-    @torch.no_grad()
-    def reference(*batch):
-        with run.lora.disable_adapter() if run.lora else contextlib.nullcontext():
-            return token_logprobs(model, *batch, run.config.temperature, run.fast)
-
-    return reference
-
-
-def sft(run):
-    """Supervised steps on the rows' solutions, before GRPO: the loss is on solution and EOS.
-
-    With one solution a prompt and an advantage of 1 for every token, the gradient of a GRPO update
-    without a reference is that of the mean log-prob, so this is `update` on given completions.
-    """
-    config, optimizer, rows = run.config, MasterAdamW(run.policy), []
-    for row in run.train_rows:
-        text = row["columns"].get("solution") or row["columns"]["answer"]
-        ids = run.tokenizer.encode(str(text), add_special_tokens=False) + run.eos_token_ids[:1]
-        if text is not None and len(ids) <= config.max_completion_length:
-            rows.append(dict(prompt=row["ids"], solution=ids))
-    if len(rows) < len(run.train_rows):
-        left_out = f"{len(run.train_rows) - len(rows)} of {len(run.train_rows)} solutions"
-        say(f"left out {left_out}: none, or over {config.max_completion_length} tokens")
-    if not rows:
-        raise Error("--sft-steps: no row has a `solution` or `answer` to learn from")
-    (rank, world_size), batch_size = ranks(), config.prompts_per_step * config.num_generations
-    likelihood = dataclasses.replace(config, loss_type="dapo", num_iterations=1, temperature=1.0)
-    bar = tqdm(range(1, config.sft_steps + 1), "supervised", disable=rank > 0)
-    for step in bar:
-        mine = prompt_batch(rows, step, batch_size, config.seed)[rank::world_size]
-        prompts = pad([row["prompt"] for row in mine], 0, "left", run.device)
-        solutions, mask = pad([row["solution"] for row in mine], 0, "right", run.device)
-        optimize = run.policy, None, optimizer, likelihood, config.sft_learning_rate
-        metrics = update(*optimize, (*prompts, solutions, mask), mask.float(), run.fast)
-        bar.set_postfix(loss=metrics["entropy"])  # mean of -logp: the cross-entropy
-
-
-def pass_at_k(num_samples, num_right, k):
-    """Unbiased estimate of the chance that one of k samples is right (arXiv:2107.03374, eq. 1).
-
-    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
-    (0.25, 0.5, 1.0)
-    """
-    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
-
-
-def evaluate(run, step):
-    """Means over the held-out rows, logged: reward and scores of greedy completions and, with the
-    accuracy reward, pass@1, 2, 4, … of sampled ones. Leaves the random state as it was."""
-    config, (rank, world_size), count, parts = run.config, ranks(), run.config.eval_samples, []
-    if not run.eval_rows:  # fewer than ten rows of data leave none to hold out
-        return
-    # As many completions at once as in a step of training, on every rank.
-    at_once = config.prompts_per_step * config.num_generations // (max(1, count) * world_size)
-    mine = run.eval_rows[rank::world_size] or run.eval_rows[:1]  # FSDP wants every rank to run
-    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-        torch.manual_seed(config.seed + rank)
-        starts = range(0, len(mine), max(1, at_once))
-        for start in tqdm(starts, "evaluating", leave=False, disable=rank > 0):
-            rows = mine[start : start + max(1, at_once)]
-            part = score_completions(run, rows, *rollout(run, rows, 1, temperature=0)[2:])[1]
-            if count and run.reward_functions.get("accuracy", [None])[0] is accuracy_reward:
-                samples = rollout(run, rows, count, config.temperature)
-                right = score_completions(run, rows, *samples[2:])[1]["rewards/accuracy"]
-                right = right.view(len(rows), count).sum(1).int().tolist()
-                for k in (2**i for i in range(count.bit_length())):
-                    part[f"pass@{k}"] = torch.tensor([pass_at_k(count, n, k) for n in right])
-            parts.append(part)
-    parts = gather(parts if rank < len(run.eval_rows) else [])
-    columns = concatenate(sum(parts, [])).items()
-    means = {f"eval/{name}": column.nanmean().item() for name, column in columns}
-    run.log("metrics.jsonl", dict(step=step, **means))
-
-
-def concatenate(parts):
-    """Dicts of columns -> the dict of whole columns."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def rollout_metrics(columns, advantages, num_generations):
-    """What a row of metrics tells of the completions of all ranks: their lengths, which of them are
-    finished, their scores (NaN: not judged) and, as outcomes, advantages, each of shape (N,)."""
-    scores = {name: column for name, column in columns.items() if name.startswith("reward")}
-    unjudged = {name[8:]: int(c.isnan().sum()) for name, c in scores.items() if name != "reward"}
-    groups = columns["reward"].view(-1, num_generations)
-    return dict(
-        **{name: column.nanmean().item() for name, column in scores.items()},
-        **{f"unjudged/{name}": number for name, number in unjudged.items() if number},
-        reward_std=groups.std(1).nanmean().item(),
-        zero_std_fraction=(advantages.view(groups.shape) == 0).all(1).float().mean().item(),
-        completion_length=columns["length"].float().mean().item(),
-        num_tokens=int(columns["length"].sum()),
-        truncated_fraction=1 - columns["finished"].float().mean().item(),
+    prompts = rows[:, 0] // (len(mask) // len(prompt_ids))
+    left = prompt_mask[prompts].any(0)
+    right = mask[rows.flatten()].any(0)
+    right[:2] = True  # so that every rank runs as many passes, whatever it has sampled
+    return (
+        prompt_ids[prompts][:, left],
+        prompt_mask[prompts][:, left],
+        completion_ids[rows.flatten()][:, right],
+        mask[rows.flatten()][:, right],
     )
 
 
-def peak_memory_gb():
-    """The most memory in use so far, in GiB: of the GPU's allocator, else resident on the host."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource  # not on Windows
+def update(run, learning_rate, batch, advantages):
+    """num_iterations (mu) AdamW steps on one rollout -> metrics, means over its tokens.
 
-    unit = 2**30 if sys.platform == "darwin" else 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    batch: prompt_ids and prompt_mask (B, P), completion_ids and mask (N, C);
+    advantages: (N,) or (N, C). `grad_norm` is that of the last step.
+    """
+    config = run.config
+    _, prompt_mask, _, mask = batch
+    # Gradients are averaged over ranks, so the normalisers of the loss are as well.
+    num_tokens = average(mask.sum().item())
+    advantages = advantages.to(mask.device).reshape(len(mask), -1).expand_as(mask)
+    rows = torch.arange(len(mask)).view(len(prompt_mask), -1)  # (B, G)
+    if run.reference is None:  # a group without advantages has no gradient: skip it
+        live = advantages[rows].flatten(1).any(1).cpu()
+        rows = rows[live] if live.any() else rows[:1]
+    prompt_lengths, lengths = prompt_mask.sum(1).cpu(), mask.sum(1).cpu()
+    num_live = lengths[rows].sum()
+    if not run.share_prompts:  # then each completion runs with a prompt of its own
+        lengths = lengths + prompt_lengths.max()
+    cut = cut_micro_batches(rows, prompt_lengths, lengths, run.micro_batch_tokens)
+    parts = [take_rows(batch, part_rows) for part_rows in cut]
+    # All ranks are to exchange gradients equally often: some add parts without tokens.
+    for _ in range(max(all_gather(len(cut))) - len(cut)):
+        cut.append(cut[0])
+        parts.append((*parts[0][:3], torch.zeros_like(parts[0][3])))
+    for param in run.optimizer.state:  # a sum of bfloat16 gradients loses small ones
+        param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
+
+    ref_logps = [run.reference(*part) if run.reference else None for part in parts]
+    old_logps = []
+    totals = defaultdict(float)
+    for iteration in range(config.num_iterations):
+        for i, part in enumerate(parts):
+            logp = run.policy.token_logprobs(*part)
+            if iteration == 0:  # before any weight has moved
+                old_logps.append(logp.detach())
+            loss, metrics = grpo_loss(
+                logp,
+                old_logps[i],
+                ref_logps[i],
+                advantages[cut[i].flatten(), : logp.shape[1]],
+                part[-1],
+                epsilon=config.epsilon,
+                epsilon_high=config.epsilon_high or None,
+                beta=config.beta,
+                loss_type=config.loss_type,
+                importance_sampling_level=config.importance_sampling_level,
+                max_completion_length=config.max_completion_length,
+                num_sequences=len(mask),
+                num_tokens=num_tokens,
+            )
+            loss.backward()
+            share = part[-1].sum() / num_live
+            for name, value in metrics.items():
+                totals[name] += (share * value).item() / config.num_iterations
+            totals["loss"] += loss.item() / config.num_iterations
+        totals["grad_norm"] = run.optimizer.step(learning_rate, config.max_grad_norm)
+    return totals
 
 
-def show_samples(run, step, rows, texts, scores, advantages):
-    """Print the first completion of each of the first three prompts; all go to samples.jsonl."""
-    group, records = run.config.num_generations, []
-    for i, text in enumerate(texts):
-        record = dict(step=step, prompt=rows[i // group]["text"], completion=text)
-        record |= {name: column[i].item() for name, column in scores.items()}
-        records.append(record | dict(advantage=advantages[i].tolist()))
-    for i in range(0, len(texts), group)[:3]:
-        prompt, completion = records[i]["prompt"][-80:], texts[i][:300]
-        say(f"step {step}  reward {scores['reward'][i]:g}  {prompt!r} -> {completion!r}")
-    run.log("samples.jsonl", *records)
+# ---------------------------------------------------------------------------- training
+
+
+def train(config):
+    """GRPO from the first prompt to the last checkpoint."""
+    run, train_rows, eval_rows = set_up(config)
+    step = saved_step = restore(run) if config.resume else 0
+    num_updates = run.optimizer.num_steps
+    heed_signals(run)
+    if config.eval_every and step == 0:
+        evaluate(run, eval_rows, 0)
+    progress = tqdm(
+        total=config.max_steps,
+        initial=step,
+        disable=RANK > 0,
+        bar_format="{percentage:.0f}% {n}/{total} [{elapsed}<{remaining}{postfix}]",
+    )
+    try:
+        while step < config.max_steps and not run.stop:
+            record = train_step(run, train_rows, step + 1)
+            step += 1
+            num_updates = run.optimizer.num_steps
+            log(run, record)
+            progress.set_postfix(
+                reward=record["reward"],
+                kl=record["kl"],
+                length=record["completion_length"],
+            )
+            progress.update()
+            run.stop = max(all_gather(run.stop))  # a signal to any rank stops them all
+            is_last = step == config.max_steps
+            if config.eval_every and (is_last or step % config.eval_every == 0):
+                evaluate(run, eval_rows, step)
+            if is_last or (config.save_every and step % config.save_every == 0):
+                save(run, run.output_dir / f"checkpoint-{step}")
+                saved_step = step
+        if step < config.max_steps:
+            raise Error(f"{run.stop} after step {step}: --resume {run.output_dir}")
+    except BaseException as error:
+        # Save the last finished step, unless weights have moved since, or one of
+        # several processes has failed alone: an `Error` is raised by all of them.
+        unmoved = run.optimizer.num_steps == num_updates
+        if step > saved_step and unmoved and (WORLD_SIZE == 1 or type(error) is Error):
+            save(run, run.output_dir / f"checkpoint-{step}")
+        raise
+    finally:
+        progress.close()
+        if run.tracker:
+            run.tracker.finish()
+    conclude(run)
+
+
+def train_step(run, train_rows, step):
+    """One step of GRPO -> its row of metrics."""
+    config = run.config
+    num_generations = config.num_generations
+    set_seed(config, step)
+    start = time.perf_counter()
+    # 1. take B prompts, of which each process has its share
+    rows = prompt_batch(train_rows, step, config.prompts_per_step, config.seed)
+    rows = rows[RANK::WORLD_SIZE]
+    # 2. sample G completions of each from the current policy
+    batch = rollout(run, rows, num_generations, config.temperature)
+    *_, completion_ids, mask = batch
+    # 3. score them
+    texts, scores, process = score_completions(run, rows, batch)
+    # 4. normalise the scores within each group
+    scale = config.scale_rewards
+    if process:
+        advantages = process_advantages(
+            *process, num_generations, mask.shape[1], scale_rewards=scale
+        )
+    else:
+        advantages = group_advantages(scores["reward"], num_generations, scale)
+    # 5. ascend the clipped surrogate, held to the reference
+    middle = time.perf_counter()
+    learning_rate = config.learning_rate * min(1, step / max(1, config.warmup_steps))
+    metrics = update(run, learning_rate, batch, advantages)
+    end = time.perf_counter()
+    # 6. look at it
+    eos = torch.tensor(run.eos_token_ids, device=run.device)
+    groups = scores["reward"].view(-1, num_generations)
+    columns = dict(
+        scores,
+        reward_std=groups.std(1),
+        zero_std_fraction=groups.amax(1) == groups.amin(1),
+        completion_length=mask.sum(1),
+        truncated_fraction=~torch.isin(completion_ids, eos).any(1),
+    )
+    for name, column in columns.items():
+        metrics[name] = column.double().mean().item()
+    metrics.update(
+        num_tokens=mask.sum().item() * WORLD_SIZE,  # whose average is the sum
+        learning_rate=learning_rate,
+        rollout_seconds=middle - start,
+        update_seconds=end - middle,
+        step_seconds=end - start,
+        peak_memory_gb=peak_memory_gb(),
+    )
+    if config.eval_every and (step == 1 or step % config.eval_every == 0):
+        for i in range(min(3, len(rows))):  # look at a completion of some prompts
+            reward = scores["reward"][i * num_generations]
+            completion = texts[i * num_generations]
+            prompt = rows[i]["prompts"]
+            print0(f"reward {reward:.3g}: {prompt[-80:]!r} -> {completion[:300]!r}")
+    return dict(step=step, **{name: average(x) for name, x in metrics.items()})
+
+
+def set_up(config):
+    """(run, rows to train on, rows held out), after the supervised steps.
+
+    `run` is what the functions below share: config, device, output_dir, rewards ({name:
+    (function, weight)}), stop (the signal that asked for an end), tracker, and what
+    `load` sets.
+    """
+    if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
+        raise Error(f"{WORLD_SIZE} processes share --prompts-per-step, none a LoRA")
+    device = join_ranks()
+    rewards = load_rewards(config.reward, config.unsafe_code)
+    train_rows, eval_rows = load_data(config, judges_answers(rewards))
+    output_dir = open_output_dir(config)
+    run = SimpleNamespace(config=config, device=device, rewards=rewards, stop="")
+    run.output_dir = output_dir
+    start = config.model
+    if config.sft_steps:  # GRPO starts from what this leaves, and so does its reference
+        start = str((output_dir / "sft").absolute())
+        if not Path(start).exists():
+            sft(run, train_rows, start)
+    load(run, start)
+    train_rows = encode_prompts(train_rows, run)
+    eval_rows = encode_prompts(eval_rows, run)
+    if len(train_rows) < config.prompts_per_step:
+        raise Error(f"--prompts-per-step: there are only {len(train_rows)} prompts")
+    print0(f"the first prompt: {train_rows[0]['prompts']!r}")
+    run.tracker = None
+    if config.report_to != "none" and RANK == 0:
+        run.tracker = importlib.import_module(config.report_to)
+        run.tracker.init(project="grpo", name=output_dir.name, config=vars(config))
+    return run, train_rows, eval_rows
+
+
+def sft(run, rows, path):
+    """Supervised steps on the rows' solutions; the model is left in the folder `path`.
+
+    The loss is on solution and EOS. With one solution a prompt and an advantage of 1 for
+    every token, the gradient of a GRPO update without a reference is that of the mean
+    log-prob, so this is `update` on given completions.
+    """
+    config = dataclasses.replace(
+        run.config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
+    )
+    run = SimpleNamespace(**vars(run) | dict(config=config))
+    load(run, config.model)
+    examples = []
+    for row in encode_prompts(rows, run):
+        text = str(row.get("solution") or row["answer"] or "")
+        ids = run.tokenizer.encode(text, add_special_tokens=False)
+        if 0 < len(ids) < config.max_completion_length:
+            examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
+    print0(f"{len(examples)} of {len(rows)} rows have a solution that is not too long")
+    size = min(config.prompts_per_step * config.num_generations, len(examples))
+    if size < WORLD_SIZE:
+        raise Error("--sft-steps: there is no `solution` or `answer` to learn from")
+    size -= size % WORLD_SIZE
+    steps = range(1, config.sft_steps + 1)
+    for step in (progress := tqdm(steps, "supervised", disable=RANK > 0)):
+        mine = prompt_batch(examples, step, size, config.seed)[RANK::WORLD_SIZE]
+        prompts, solutions = zip(*mine)
+        batch = *pad(prompts, "left", run.device), *pad(solutions, "right", run.device)
+        metrics = update(run, config.sft_learning_rate, batch, torch.ones(len(mine)))
+        progress.set_postfix(loss=metrics["entropy"])  # mean of -logp: cross-entropy
+    save(run, Path(path), with_optimizer=False)
+
+
+def rollout(run, rows, num_generations, temperature):
+    """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask."""
+    prompts = pad([row["prompt_ids"] for row in rows], "left", run.device)
+    completion_ids = run.generate(
+        run.policy,
+        *prompts,
+        num_generations,
+        run.config.max_completion_length,
+        run.eos_token_ids,
+        temperature=temperature,
+    )
+    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
+
+
+def score_completions(run, rows, batch):
+    """What the completions of B rows are worth -> texts, scores, process.
+
+    A reward function gives a number for each completion; or None, not judged, which
+    becomes the mean of the others of its group; or a list of numbers, one for each
+    step. scores: {reward, rewards/<name>: (N,)}; a list counts as its mean. process:
+    None or, if there are lists, the (step_rewards, step_ends) of `process_advantages`,
+    where a number of another function is a step that ends with the last token. Raises
+    `Error` on all ranks if a function fails on one.
+    """
+    *_, completion_ids, mask = batch
+    num_generations = len(mask) // len(rows)
+    ids = [row[kept].tolist() for row, kept in zip(completion_ids.cpu(), mask.cpu())]
+    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    steps = [split_steps(run.tokenizer, row) for row in ids]
+    columns = dict(completions=texts, completion_ids=ids)
+    columns["steps"] = [[text for text, _ in row] for row in steps]
+    for name in rows[0]:
+        columns[name] = [row[name] for row in rows for _ in range(num_generations)]
+    scores = dict(reward=torch.zeros(len(texts), dtype=torch.float64))
+    step_rewards = [[] for _ in texts]
+    step_ends = [[] for _ in texts]
+    process = None
+    failure = ""
+    try:
+        for name, (function, weight) in run.rewards.items():
+            values = function(**copy.deepcopy(columns))
+            if isinstance(values, (dict, set, str)) or len(values) != len(texts):
+                raise ValueError(f"it takes a list of {len(texts)} values")
+            means = torch.full((len(texts),), math.nan, dtype=torch.float64)
+            for i, value in enumerate(values):
+                if value is None:
+                    continue
+                numbers, ends = [value], [len(ids[i]) - 1]
+                if isinstance(value, list):
+                    process = step_rewards, step_ends
+                    numbers, ends = value, [end for _, end in steps[i]]
+                if len(numbers) != len(ends) or not all(map(math.isfinite, numbers)):
+                    raise ValueError(f"{value!r} for {len(ends)} steps")
+                step_rewards[i] += [weight * number for number in numbers]
+                step_ends[i] += ends
+                means[i] = sum(numbers) / max(1, len(numbers))
+            groups = means.view(-1, num_generations)
+            judged_mean = groups.nanmean(1, keepdim=True).nan_to_num()
+            scores[f"rewards/{name}"] = groups.where(~groups.isnan(), judged_mean).view(
+                -1
+            )
+            scores["reward"] += weight * scores[f"rewards/{name}"]
+        if not any(step_rewards):
+            raise ValueError("not one completion was judged")
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        failure = f"the reward {name} failed: {error!r}"
+    failure = max(all_gather(failure))
+    if failure:
+        raise Error(failure)
+    return texts, scores, process
+
+
+def split_steps(tokenizer, ids):
+    """The non-blank lines of a completion -> [(text, index of its last token), …].
+
+    The last one runs through the last token, be it EOS or where it was cut off.
+    """
+    steps, start = [], 0
+    for i, piece in enumerate(tokenizer.batch_decode([[token] for token in ids])):
+        if "\n" in piece or i == len(ids) - 1:
+            text = tokenizer.decode(ids[start : i + 1], skip_special_tokens=True)
+            if text.strip():
+                steps.append((text.strip(), i))
+                start = i + 1
+    if steps:
+        steps[-1] = (steps[-1][0], len(ids) - 1)
+    return steps
+
+
+def evaluate(run, rows, step):
+    """Mean rewards of greedy completions of the held-out rows, logged."""
+    # Each process has as many rows, and takes as many completions as in training.
+    mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
+    size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
+    columns = defaultdict(list)
+    for start in range(0, len(mine), size):
+        part = mine[start : start + size]
+        batch = rollout(run, part, num_generations=1, temperature=0)
+        for name, column in score_completions(run, part, batch)[1].items():
+            columns[f"eval/{name}"] += column.tolist()
+    means = {name: average(sum(x) / len(x)) for name, x in columns.items()}
+    if means:  # fewer than ten rows of data leave none to hold out
+        log(run, dict(step=step, **means))
+
+
+def log(run, record):
+    """Append a row to metrics.jsonl, and send it to the tracker."""
+    if RANK == 0:
+        with open(run.output_dir / "metrics.jsonl", "a") as lines:
+            lines.write(json.dumps(record) + "\n")
+        if run.tracker:
+            run.tracker.log(record, step=record["step"])
 
 
 def conclude(run):
-    """Say what happened, in two lines -> the last row of evaluation."""
-    rows = read_log(run.output_dir, "metrics.jsonl")
-    evaluations = [row for row in rows if row.get("eval/reward") is not None]
+    """Say in two lines what happened."""
+    with open(run.output_dir / "metrics.jsonl") as lines:
+        rows = [json.loads(line) for line in lines]
+    greedy = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    if greedy:
+        print0(
+            f"greedy, held-out reward: {greedy[0]:.2f} before, {greedy[-1]:.2f} after"
+        )
     rewards = [row["reward"] for row in rows if "reward" in row]
-    if evaluations:
-        accuracy = evaluations[0].get("eval/rewards/accuracy") is not None
-        name, form = ("eval/rewards/accuracy", ".0%") if accuracy else ("eval/reward", ".2f")
-        before, after = (format(evaluations[i][name], form) for i in (0, -1))
-        greedy = f"greedy {name.split('/')[-1]} on {len(run.eval_rows)} held-out prompts"
-        print(f"{greedy}: {before} before, {after} after, best at step {best_evaluated(rows)}")
     if rewards:
-        means = [part.mean() for part in numpy.array_split(rewards, min(60, len(rewards)))]
-        low, high = min(means), max(means)
-        bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
-        print(f"mean sampled reward, step by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
-    return evaluations[-1] if evaluations else {}
+        parts = torch.tensor(rewards).chunk(40)
+        means = torch.stack([part.mean() for part in parts])
+        heights = (means - means.min()) / (means.max() - means.min()).clamp(min=1e-9)
+        bars = "".join("▁▂▃▄▅▆▇█"[i] for i in (7 * heights).round().int())
+        print0(f"reward by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
 
 
-# ------------------------------------------------------------------------------ several processes
+def set_seed(config, step):
+    """Each step has a seed of its own, so that a resumed run draws the same numbers."""
+    transformers.set_seed((config.seed * 1_000_003 + step * WORLD_SIZE + RANK) % 2**32)
 
 
-def ranks():
-    """(number of this process, number of processes)."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def join_ranks():
-    """This process's device; under torchrun it first meets the others."""
-    cuda = torch.cuda.is_available()
-    if "LOCAL_RANK" in os.environ and not dist.is_initialized():
-        if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        patience = datetime.timedelta(hours=2)  # others wait while one saves, or asks a judge
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def gather(value):
-    """A list of what each rank gives."""
-    values = [value] * ranks()[1]
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def say(text):
-    """Print above the progress bar, on the first rank alone."""
-    if ranks()[0] == 0:
-        tqdm.write(text)
-
-
-def shard(policy, compute_dtype):
-    """FSDP2: each rank keeps its share of each float32 weight, gradient and moment. Whole weights,
-    in `compute_dtype`, are gathered once for a rollout and once for each update."""
-    precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for module in [*layers, policy]:
-        fsdp.fully_shard(module, mp_policy=precision, reshard_after_forward=False)
-    policy.set_reshard_after_backward(False)  # layers stay whole until the optimizer's step
-    policy.set_requires_gradient_sync(False)  # and gradients until `exchange_gradients`
-    policy.token_logprobs = functools.partial(token_logprobs, policy)
-    fsdp.register_fsdp_forward_method(policy, "token_logprobs")  # an entry beside `forward`
-
-
-def exchange_gradients(policy, fast):
-    """Average the ranks' gradients. FSDP does it in a backward, once for each layer; so all ranks
-    run one more, of one token and times zero. In those before it nothing is exchanged, so that
-    ranks may cut different numbers of micro-batches."""
-    if ranks()[1] > 1:
-        token = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
-        batch = token, token == 0, token, token == 0
-        policy.set_requires_gradient_sync(True)
-        (0 * policy.token_logprobs(*batch, fast=fast)).sum().backward()
-        policy.set_requires_gradient_sync(False)
-
-
-def mean_tokens(mask):
-    """Unmasked tokens of a rank, the mean over ranks, at least 1."""
-    return torch.tensor(gather(mask.sum().item())).float().mean().clamp(min=1)
-
-
-def whole(tensor):
-    """All of a sharded tensor, on every rank; any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-# ---------------------------------------------------------------- checkpoints, trackers, signals
-
-
-def save_model(run, path):
-    """A folder that `from_pretrained` and vLLM load; with LoRA the merged model, and `adapter/`."""
-    model, state = run.policy, None
-    if run.lora:
-        run.lora.save_pretrained(path / "adapter")
-        model = copy.deepcopy(run.lora.cpu()).merge_and_unload()  # a GPU may hold no second copy
-        run.lora.to(run.device)
-    if ranks()[1] > 1:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(model, options=options)  # from all ranks, for the first one
-        dtype = compute_dtype(run.config, run.device)
-        state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
-    if ranks()[0] == 0:
-        model.save_pretrained(path, state_dict=state)
-        run.tokenizer.save_pretrained(path)
-    gather(None)  # no rank reads before it is written
-
-
-def save_checkpoint(run, optimizer, step):
-    """OUTPUT_DIR/checkpoint-<step>: the model and all that going on needs, whole or not at all.
-
-    It is written under another name, flushed and then renamed; `manifest.json` holds a digest of
-    each file. Older checkpoints than the newest `keep_checkpoints` go, except the best evaluated.
-    """
-    path = run.output_dir / f"checkpoint-{step}"
-    temporary = run.output_dir / f".checkpoint-{step}"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        save_model(run, temporary)
-        state = dict(step=step, optimizer=optimizer_state(optimizer))
-        state["random"] = gather(random_state())  # of every rank
-        if ranks()[0] == 0:
-            torch.save(state, temporary / "trainer_state.pt")
-            files = [file for file in temporary.rglob("*") if file.is_file()]
-            digests = {str(file.relative_to(temporary)): digest(file) for file in files}
-            (temporary / "manifest.json").write_text(json.dumps(digests, indent=2))
-            for file in [*files, temporary / "manifest.json"]:
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
-            shutil.rmtree(path, ignore_errors=True)
-            os.rename(temporary, path)
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        text = f"cannot save {path}: {first_line(error)}; earlier checkpoints are as they were"
-        raise Error(text) from None
-    gather(None)
-    say(f"saved {path}")
-    best = best_evaluated(read_log(run.output_dir, "metrics.jsonl"))
-    for old in checkpoints(run.output_dir)[run.config.keep_checkpoints :]:
-        if ranks()[0] == 0 and old.name != f"checkpoint-{best}":
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def optimizer_state(optimizer):
-    """Everything that a step depends on, whole, on the first rank's CPU."""
-
-    def save(tensor):
-        tensor = whole(tensor)  # from all ranks
-        return None if ranks()[0] else tensor.cpu()
-
-    rows = zip(optimizer.params, optimizer.state, strict=True)
-    tensors = [[save(x) for x in (param.data, *state)] for param, state in rows]
-    return dict(tensors=tensors, num_steps=optimizer.num_steps)
-
-
-@torch.no_grad()
-def restore_optimizer(optimizer, saved):
-    """What `optimizer_state` gave, on any number of ranks: masters and moments."""
-    optimizer.num_steps = saved["num_steps"]
-    rows = zip(optimizer.params, optimizer.state, saved["tensors"], strict=True)
-    for param, state, (weights, first, second, *lower) in rows:
-        master = join_halves(weights, *lower) if lower else weights
-        for tensor, value in zip((param, *state), (master, first, second), strict=False):
-            if isinstance(param, DTensor):
-                value = distribute_tensor(value, param.device_mesh, param.placements)
-            tensor.copy_(value)
-        if len(state) > 2:
-            split_halves(master.to(param.device), param, state[2])
-
-
-def digest(file):
-    """SHA-256 of a file, in hexadecimal digits."""
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def best_evaluated(rows):
-    """The step of the best evaluation in rows of metrics, or None."""
-    evaluations = [row for row in rows if row.get("eval/reward") is not None]
-    return max(evaluations, key=lambda row: row["eval/reward"], default={}).get("step")
-
-
-def checkpoints(output_dir):
-    """The checkpoint folders of a run, newest first."""
-    paths = [path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdigit()]
-    return sorted(paths, key=lambda path: int(path.name[11:]), reverse=True)
-
-
-def newest_checkpoint(output_dir):
-    """The newest checkpoint folder that is whole, or None if there never was one. Damaged ones that
-    are newer get another name. Raises `Error` if all are damaged."""
-    damaged = []
-    for path in checkpoints(output_dir):
-        with contextlib.suppress(OSError, ValueError):
-            digests = json.loads((path / "manifest.json").read_text())
-            if all(digest(path / name) == value for name, value in digests.items()):
-                for newer in damaged:
-                    shutil.rmtree(f"{newer}.damaged", ignore_errors=True)
-                    newer.rename(f"{newer}.damaged")
-                return path
-        say(f"{path} is damaged and left aside")
-        damaged.append(path)
-    if damaged:
-        raise Error(f"--resume {output_dir}: all of its checkpoints are damaged")
-
-
-def restore(run, optimizer, path):
-    """Weights, optimizer, random states and logs as they were when `path` was saved -> its step."""
-    state = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=True, mmap=True)
-    rank, world_size = ranks()
-    try:
-        restore_optimizer(optimizer, state["optimizer"])
-    except (RuntimeError, ValueError) as error:
-        other = "was saved with other options: " + first_line(error)
-        raise Error(f"--resume: {path} {other}") from None
-    for name in ("metrics.jsonl", "samples.jsonl") if rank == 0 else ():
-        rows = [row for row in read_log(run.output_dir, name) if row["step"] <= state["step"]]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (run.output_dir / name).write_text(text, encoding="utf-8")
-    if world_size == len(state["random"]):  # else the ranks draw anew
-        random_state(state["random"][rank])
-    say(f"going on after step {state['step']}")
-    return state["step"]
-
-
-def read_log(output_dir, name):
-    """Rows of a log, without the half-written last one that a crash can leave."""
-    rows = []
-    with contextlib.suppress(OSError, ValueError), open(output_dir / name, encoding="utf-8") as log:
-        rows.extend(map(json.loads, log))
-    return rows
-
-
-def random_state(state=None):
-    """The states of all random generators; with `state`, sets them to it."""
-    if state:
-        torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-        random.setstate(state["python"])
-        numpy.random.set_state(tuple(state["numpy"]))
-    name, numbers, *rest = numpy.random.get_state()
-    states = dict(python=random.getstate(), numpy=[name, numbers.tolist(), *rest])
-    return states | dict(torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all())
-
-
-def tracker(run):
-    """What --report-to does with each row of metrics, and at the end."""
-    name = run.config.report_to
-    module = import_optional(name, f"--report-to {name}")
-    if name != "tensorboard":
-        module.init(project="grpo", name=run.output_dir.name, config=dataclasses.asdict(run.config))
-        return lambda row: module.log(row, step=row["step"]), module.finish
-    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run.output_dir)
-
-    def log(row):
-        for name, value in row.items():
-            if value is not None:
-                writer.add_scalar(name, value, row["step"])
-
-    return log, writer.close
+def peak_memory_gb():
+    """The most memory in use so far, in GiB: the GPU's, else the process's."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
 def heed_signals(run):
-    """SIGINT and SIGTERM finish the step, save and exit; a second one ends the process at once."""
+    """SIGINT and SIGTERM finish the step, save and end; a second one ends at once."""
 
     def ask(number, frame):
-        for other in both:
-            signal.signal(other, signal.SIG_DFL)
         run.stop = signal.Signals(number).name
-        tqdm.write(f"{run.stop}: finishing the step and saving; once more to stop at once")
+        print(f"{run.stop}: finishing the step and saving; once more to stop at once")
+        signal.signal(number, signal.SIG_DFL)
 
-    for number in (both := (signal.SIGINT, signal.SIGTERM)):
-        signal.signal(number, ask)
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
 
 
-# -------------------------------------------------------------------------- reading of answers
+def one_line(error):
+    """The message of an exception without its line breaks."""
+    return " ".join(str(error).split()) or repr(error)
 
-_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-_NUMBER_IN_TEXT = re.compile(  # -$1,234.50, \\frac{1}{2}, 3 1/2, 1e5, 50%; in 5-3 the 3 has no sign
-    rf"(?:(?<![\w)\]}}.%])[-−–])?\\?[$€£]?"
-    rf"(?:\\[dt]?frac{{-?{_DECIMAL}}}{{{_DECIMAL}}}|\d+ \d+/\d+|{_DECIMAL}(?:/{_DECIMAL}|e\d+)?)"
-    r"(?: ?\\?%)?"
+
+# -------------------------------------------------------------------- data and prompts
+
+# What reward functions are given beside the columns of the data.
+GIVEN = {"prompts", "prompt_ids", "completions", "completion_ids", "messages", "steps"}
+
+
+def read_rows(source, needs_answer):
+    """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
+
+    The question, under `prompt`, `question` or `problem`, is text or a list of chat
+    messages and becomes "prompt"; the answer, under `answer` or `solution`, becomes
+    "answer"; other columns stay for the reward functions. Raises `Error` with the file
+    and line of whatever is wrong.
+    """
+    if source.endswith((".jsonl", ".json")) or Path(source).is_file():
+        lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
+    else:
+        name, config, split = (source.split(":") + [None, None])[:3]
+        datasets = importlib.import_module("datasets")
+        lines = datasets.load_dataset(name, config, split=split or "train")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line) if isinstance(line, str) else line
+            prompt = row.get("prompt") or row.get("question") or row["problem"]
+            messages = [dict(role="user", content=prompt)]
+            for message in messages if isinstance(prompt, str) else prompt:
+                (message["role"] + message["content"]).encode()  # no lone surrogates
+            answer = row.get("answer", row.get("solution"))
+            if needs_answer:
+                "".join(gold_answers(answer)).encode()
+            if GIVEN & row.keys():
+                raise ValueError(f"rewards are given {GIVEN}: rename these columns")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            message = f"it takes one JSON object a line: {error!r}"
+            raise Error(f"{source}:{number}: {message}") from None
+        rows.append({**row, "prompt": prompt, "answer": answer})
+    return rows
+
+
+def load_data(config, needs_answer):
+    """(rows to train on, rows held out)."""
+    if config.data:
+        rows = read_rows(config.data, needs_answer)
+    else:
+        rows = arithmetic(config.model, config.seed)
+    if config.eval_data:
+        return rows, read_rows(config.eval_data, needs_answer)
+    held_out = min(64, len(rows) // 10) if config.eval_every else 0
+    return rows[held_out:], rows[:held_out]
+
+
+def chat_template_fits(tokenizer, eos_token_ids):
+    """Whether the model was trained on its tokenizer's chat template: does the token
+    that ends an assistant's turn stop it? Base models carry templates they never saw."""
+    if not tokenizer.chat_template:
+        return False
+    messages = [dict(role=role, content=role) for role in ("user", "assistant")]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    ending = text.rpartition("assistant")[2].strip()
+    return ending.startswith(tuple(tokenizer.convert_ids_to_tokens(eos_token_ids)))
+
+
+BOXED = """{question}
+Please reason step by step, and put your final answer within \\boxed{}.
+"""
+
+
+def encode_prompts(rows, run):
+    """Rows with the prompt as the model sees it ("prompts", "prompt_ids") and as
+    "messages", without over-long ones; each row has every column, for the rewards."""
+    config, tokenizer = run.config, run.tokenizer
+    template = BOXED if judges_answers(run.rewards) else "{question}"
+    template = config.prompt_template or template
+
+    def encode(row, chat):
+        messages = row["prompt"]
+        if isinstance(messages, str):
+            content = template.replace("{question}", messages)
+            messages = [dict(role="user", content=content)]
+        if config.system_prompt and messages[0]["role"] != "system":
+            messages = [dict(role="system", content=config.system_prompt), *messages]
+        text = "\n".join(message["content"] for message in messages)
+        if chat:
+            begun = messages[-1]["role"] == "assistant"  # an answer, to be gone on with
+            text = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not begun,
+                continue_final_message=begun,
+            )
+        ids = tokenizer.encode(text, add_special_tokens=not chat)  # it has its own BOS
+        return {**row, "prompts": text, "prompt_ids": ids, "messages": messages}
+
+    try:
+        chat = config.chat_template == "on"
+        if config.chat_template == "auto":
+            chat = chat_template_fits(tokenizer, run.eos_token_ids)
+        encoded = [encode(row, chat) for row in rows]
+    except Exception as error:  # whatever a template raises
+        if config.chat_template == "on":
+            raise Error(f"--chat-template on: {one_line(error)}") from None
+        print0(f"note: plain prompts, as the chat template fails: {one_line(error)}")
+        encoded = [encode(row, chat=False) for row in rows]
+    names = dict.fromkeys(name for row in encoded for name in row)
+    longest = config.max_prompt_length
+    kept = [
+        {**names, **row} for row in encoded if 0 < len(row["prompt_ids"]) <= longest
+    ]
+    print0(f"{len(kept)} of {len(rows)} prompts are neither empty nor too long")
+    return kept
+
+
+def prompt_batch(rows, step, size, seed):
+    """The `size` rows of step 1, 2, …: rows in epochs, each in an order of its own, the
+    last few left out. It depends on nothing else: a resumed run finds its place."""
+    epoch, i = divmod(step - 1, len(rows) // size)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(len(rows), generator=generator)
+    return [rows[j] for j in order[i * size : (i + 1) * size]]
+
+
+def pad(sequences, side, device):
+    """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool.
+
+    >>> pad([[5], [6, 7]], "left", "cpu")[0].tolist()
+    [[0, 5], [6, 7]]
+    """
+    ids = [torch.tensor(sequence, device=device) for sequence in sequences]
+    mask = [torch.ones_like(sequence, dtype=torch.bool) for sequence in ids]
+    ids = pad_sequence(ids, batch_first=True, padding_side=side)
+    return ids, pad_sequence(mask, batch_first=True, padding_side=side)
+
+
+# ----------------------------------------------------------------------------- rewards
+
+
+def accuracy_reward(prompts, completions, answer, **columns):
+    """1.0 where the completion's one extracted answer is the data's `answer`, or one of
+    them if that is a list; else 0.0.
+
+    >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
+    [1.0, 0.0, 0.0]
+    """
+    scores = []
+    for completion, gold in zip(completions, answer, strict=True):
+        found = extract_answer(completion)
+        scores.append(float(any(answers_match(found, x) for x in gold_answers(gold))))
+    return scores
+
+
+def judges_answers(rewards):
+    """Whether the accuracy reward is among them."""
+    return any(function is accuracy_reward for function, _ in rewards.values())
+
+
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,99})(?:\.\d{1,99})?|\.\d{1,99})(?!\d)"
+_NUMBER = rf"{_DIGITS}(?:/{_DIGITS})?(?: ?\\?%)?"
+_LAST = re.compile(  # what follows the last = in $…\…$, \frac{1}{2} or -$1,234.50
+    r"\$(?:[^$]*=)?([^$=]*\\[^$=]*)\$|(-?\\[dt]?frac{[^{}]*}{[^{}]*})"
+    rf"|(?<![\w.])((?:(?<![)\]}}])[-−])?\\?[$€£]?{_NUMBER})(?!\w)"
 )
-_NUMBER = re.compile(  # sign, whole, top, bottom, percent, unit: -3 1/2, 1.5e3, 50 %, 5 cm^2, 5cm
-    rf"([-+]?)\s*(?:(\d+)\s+)?({_DECIMAL}(?:[eE][-+]?\d{{1,3}})?)(?:\s*/\s*({_DECIMAL}))?\s*(%)?"
-    r"(?:(?:\s+|(?=(?:[cmk]m|kg|ml|ft|lbs?|oz|mph|hrs?|[ap]m)\b))"  # a space, or one of these
-    r"([A-Za-z]{2,}(?:[\s./-]+[A-Za-z]+)*\.?(?:\^{?[23]}?)?))?"
-)
-_NOT_UNITS = {*"pi dozen hundred thousand million billion trillion and or no not half".split()}
-_SPELLINGS = {  # what the others become
-    "-": "− –", "*": "× · \\times \\cdot", "/": "÷", "%": "\\%", ",": "{,}",
-    "\\frac": "\\dfrac \\tfrac",
-    "": "\\left \\right \\! \\, \\; \\: ^\\circ ^{\\circ} ° \\$ $ € £ \\( \\)",
-}  # fmt: skip
 
 
 def extract_answer(text):
-    r"""The one answer of a text: the last \boxed{…}, else what follows the last ####, else the last
-    number. None if there is none, or if the last box is not closed.
+    r"""The one answer of a text: the last \boxed{…}, else what follows the last ####,
+    else the last number or formula. None if there is none, or if a box is not closed.
 
-    >>> extract_answer(r"First \boxed{3}, so \boxed{\frac{1}{2}}."), extract_answer("#### 1,234")
-    ('\\frac{1}{2}', '1,234')
+    >>> extract_answer(r"First \boxed{3}, so \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
     """
-    before, box, after = text.rpartition("\\boxed")
+    _, box, rest = text.rpartition("\\boxed{")
     if box:
-        after = after.lstrip()
-        if not after.startswith("{"):
-            return after.split()[0].rstrip("$.,") if after else None
-        depth = 0
-        for match in re.finditer(r"(?<!\\)[{}]", after):
-            depth += 1 if match[0] == "{" else -1
+        depth = 1
+        for i, character in enumerate(rest):
+            depth += (character == "{") - (character == "}")
             if depth == 0:
-                return after[1 : match.start()].strip() or None
+                return rest[:i].strip() or None
         return None
-    before, mark, after = text.rpartition("####")
-    line = after.strip().partition("\n")[0].strip() if mark else ""
-    if line and (_number(line) or not re.search(r"[A-Za-z]{2,} ", line)):
-        return line  # what follows #### is the answer, unless it is prose
-    return (_NUMBER_IN_TEXT.findall(line if mark else text) or [None])[-1]
+    _, mark, rest = text.rpartition("####")
+    if mark and rest.strip():
+        return rest.strip().split("\n")[0]
+    text = text[-1000:].replace("\\(", "$").replace("\\)", "$")
+    found = _LAST.findall(text)
+    return "".join(found[-1]) if found else None
 
 
-def _clean(text):
-    """LaTeX in one of its many spellings."""
-    for spelling, others in _SPELLINGS.items():
-        for other in others.split():
-            text = text.replace(other, spelling)
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*{([^{}]*)}", r" \1", text.replace("\\ ", " "))
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text).strip().rstrip(".,;: ")
-    return re.sub(r"^[A-Za-z]\w{0,9}(?:\([A-Za-z]\))?\s*=([^=]*)$", r"\1", text).strip()  # x = 5
+def gold_answers(answer):
+    """The data's answer, or its alternatives: in a box, after ####, else the whole text.
+
+    Raises ValueError where there is none."""
+    golds = []
+    for gold in answer if isinstance(answer, list) else [answer]:
+        text = str(gold).strip() if isinstance(gold, (str, int, float)) else ""
+        marked = "\\boxed" in text or "####" in text
+        golds.append(extract_answer(text) if marked else text)
+    if not golds or not all(golds):
+        raise ValueError(f"{answer!r} is no answer")
+    return golds
 
 
-def _number(text):
-    """(exact value, whether in percent, words of its unit) of a text that is one number."""
-    if len(text) > 400:  # no answer is that long, and thousands of digits cost time
-        return None
-    text = re.sub(r"\\frac{(-?[\d.,]+)}{([\d.,]+)}", r" \1/\2", _clean(text)).strip()
-    text = re.sub(r"\s*\*\s*10\^{?([-+]?\d{1,3})}?", r"e\1", re.sub(r"^-\s+", "-", text))
-    match = _NUMBER.fullmatch(text)
-    sign, whole, top, bottom, percent, unit = match.groups("") if match else [""] * 6
-    words = re.findall("[a-z]+", unit.lower())
-    if not top or whole and not bottom or _NOT_UNITS & {*words}:
-        return None
-    top, bottom = (Fraction(digits.replace(",", "")) for digits in (top, bottom or "1"))
-    if bottom == 0:
-        return None
-    value = (int(whole or 0) + top / bottom) * (-1 if sign == "-" else 1)
-    return (value, True, []) if words == ["percent"] else (value, bool(percent), words)
+_SPELLINGS = (  # pattern, what it becomes
+    (r"[−–]", "-"),
+    (r"\\(?:left|right)(?![a-z])|(?<!\\)\\[,;:! ]|\^{?\\circ}?|\\?[$°€£]|\\[()]", " "),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\%", "%"),
+    (r"\{,\}", ","),
+    (r"\\(ge|le|ne)q(?![a-z])", r"\\\1"),
+    (r"\\(?:text|textbf|mathrm|mbox)\s*{([^{}]*)}", r" \1"),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"(?<!\d)\\frac{(-?[\w.,\\]+)}{([\w.,]+)}", r"\1/\2"),
+    (r"([\^_]){(\w+)}", r"\1\2"),
+    (r"\s+", " "),
+    (r"^ |[.,;: ]+$", ""),
+    (r"^[A-Za-z]\w*(?:\([A-Za-z]\))? ?= ?([^=]*)$", r"\1"),  # x = 5
+    (r"^\((\w)\)$", r"\1"),  # the choice (A)
+    (rf"^([-+]?{_NUMBER}), [A-Za-z].*", r"\1"),  # 18, because
+)
+_VALUE = re.compile(  # sign, top, bottom, percent, unit: -1,234.5, 3/4, 50%, 5 cm^2
+    rf"([-+]?) ?({_DIGITS})(?:/({_DIGITS}))? ?(%?)(?: ([A-Za-z]{{2,}}(?:\^[23])?))?"
+)
+_NO_UNITS = "pi dozen hundred thousand million billion trillion".split()
+
+
+@functools.lru_cache(maxsize=10_000)
+def read_answer(text):
+    """(its number or None, percent sign, unit, its one spelling)."""
+    for pattern, spelling in _SPELLINGS:
+        text = re.sub(pattern, spelling, text[:1000])
+    number, percent, unit = None, "", ""
+    match = _VALUE.fullmatch(text)
+    if (
+        match
+        and match[5] not in _NO_UNITS
+        and not re.fullmatch("[0.]+", match[3] or "1")
+    ):
+        sign, top, bottom, percent, unit = match.groups("")
+        top, bottom = (Fraction(x.replace(",", "") or 1) for x in (top, bottom))
+        number = top / bottom * (-1 if sign == "-" else 1)
+    text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # only between digits do spaces matter
+    return number, percent, unit, text.lower() if text.isalpha() else text
 
 
 def answers_match(answer, gold):
-    r"""Whether two answers are the same: as exact rationals if both are numbers, else as LaTeX in
-    one spelling. A percent sign that only one has may mean the number or a hundredth of it.
+    r"""Whether two answers are the same: as exact rationals if both are numbers, else as
+    LaTeX in one spelling. A unit may be left out; a percent sign that only one has may
+    mean the number or a hundredth of it.
 
     >>> answers_match("$80,000.00", "80000"), answers_match(r"\frac{1}{2}", "0.5")
     (True, True)
     """
-    if not answer or not gold:
-        return False
-    if (a := _number(answer)) and (g := _number(gold)):
-        (value, percent, unit), (gold_value, gold_percent, gold_unit) = a, g
-        scale = Fraction(100) ** (int(percent) - int(gold_percent))
-        same_unit = unit == gold_unit or not unit or not gold_unit
-        return same_unit and value in (gold_value, gold_value * scale)
-    texts = [re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _clean(text)) for text in (answer, gold)]
-    texts = [re.sub(r"^\((\w)\)$", r"\1", text) for text in texts]
-    a, g = (text.casefold() if text.isalpha() else text for text in texts)
-    return a == g != ""
-
-
-def gold_answer(answer):
-    """The data's answer: in a box, after ####, else the whole text. None if it is empty."""
-    text = "" if answer is None else str(answer).strip()
-    return extract_answer(text) if "\\boxed" in text or "####" in text else text or None
-
-
-# --------------------------------------------------------------------------------- more rewards
+    number, percent, unit, text = read_answer(answer or "")
+    gold_number, gold_percent, gold_unit, gold_text = read_answer(gold or "")
+    if number is None or gold_number is None:
+        return text == gold_text != ""
+    scales = [1] if percent == gold_percent else [1, 100, Fraction(1, 100)]
+    same_unit = unit == gold_unit or "" in (unit, gold_unit)
+    return same_unit and number in [scale * gold_number for scale in scales]
 
 
 def format_reward(prompts, completions, **columns):
-    """1.0 for one `<think>…</think>` and then an answer, else 0.0 (DeepSeek-R1, arXiv:2501.12948,
-    2.2.2). A prompt that ends in `<think>` has opened the block already.
+    """1.0 for one `<think>…</think>` and then an answer, else 0.0.
+
+    DeepSeek-R1, arXiv:2501.12948, 2.2.2. A prompt that ends in `<think>` has opened the
+    block already.
 
     >>> format_reward(["", ""], ["<think>2 + 2</think>4", "4"])
     [1.0, 0.0]
     """
     scores = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        opened = prompt.rstrip().endswith("<think>")
-        text = ("<think>" if opened else "") + completion.strip()
-        once = text.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
-        scores.append(float(once and text.partition("</think>")[2].strip() != ""))
+        text = completion.strip()
+        if prompt.rstrip().endswith("<think>"):
+            text = "<think>" + text
+        whole = re.fullmatch(r"<think>.*</think>.*\S.*", text, re.DOTALL)
+        scores.append(float(whole is not None and text.count("think>") == 2))
     return scores
 
 
-def step_reward(prompts, completions, steps=None, **columns):
-    """A list of scores for each completion, one for each non-blank line (process supervision): 1.0
-    if all equations in it hold, 0.0 if one does not, 0.5 if there is none.
+def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
+    """1.0 where the last fenced block of Python passes the data's `tests`, Python text
+    or a list of such lines; else 0.0; None without tests.
 
-    >>> step_reward([""], ["16 - 3 - 4 = 9 eggs\\n9 * 2 = $<<9*2=18>>19\\nso 18"])
-    [[1.0, 0.0, 0.5]]
-    """
-    if steps is None:
-        steps = [[s for s in text.split("\n") if s.strip()] for text in completions]
-    kinds = {True: 1.0, False: 0.0, None: 0.5}
-    return [[kinds[equations_hold(step)] for step in parts] for parts in steps]
-
-
-_TERM = r"[-(\s]*\d[\d.]*%?[)\s]*"
-_SIDE = rf"{_TERM}(?:[-+*/^]{_TERM})*"
-_EQUATION = re.compile(rf"(?<![\w.]){_SIDE}(?:={_SIDE})+")
-
-
-def equations_hold(text):
-    """Whether all equations between numbers in a line are true; None if there is none.
-
-    Exact, but a side with decimals may be rounded and 40% may be 40. What stands beside an unknown
-    (2x + 1 = 5) is no such equation. The <<…>> of GSM8K are read apart from the text around them.
-    """
-    text = text.translate(str.maketrans("−–×·÷", "--**/", "$€£\\"))
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
-    text = re.sub(r"(?<=[\d)%])\s*x(?=\s*[\d(])", "*", text)
-    truths = []
-    for part in [re.sub(r"<<.*?>>", "", text), *re.findall(r"<<(.*?)>>", text)]:
-        for match in _EQUATION.finditer(part[:1000]):
-            before, after = part[: match.start()].rstrip()[-1:], part[match.end() :][:1]
-            if before in (*"+-*/^",) or before.isalnum() and match[0].strip()[0] == "-":
-                continue
-            if after in (*"+-*/^(",) or after.isalpha() and not match[0][-1].isspace():
-                continue
-            sides = [(side.strip(), evaluate_arithmetic(side)) for side in match[0].split("=")]
-            for (_, left), (written, right) in zip(sides, sides[1:], strict=False):
-                if None not in (left, right):
-                    decimals = re.fullmatch(r"-?\d*\.(\d+)%?", written)
-                    slack = Fraction(1, 2 * 10 ** len(decimals[1])) if decimals else 0
-                    scales = (1, 100) if written.endswith("%") else (1,)
-                    truths.append(any(abs(left - right * scale) <= slack for scale in scales))
-    return all(truths) if truths else None
-
-
-def evaluate_arithmetic(text):
-    """The exact value of + - * / ^ % and brackets over decimal numbers; None if there is none.
-    Python's parser reads it, nothing is executed."""
-    signs = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__}
-    signs |= {ast.Div: Fraction.__truediv__, ast.Pow: Fraction.__pow__}
-
-    def value(node):
-        if isinstance(node, ast.Constant):
-            return Fraction(ast.get_source_segment(code, node))
-        if isinstance(node, ast.UnaryOp):
-            return -value(node.operand)
-        left, right = value(node.left), value(node.right)
-        digits = max(left.numerator.bit_length(), left.denominator.bit_length())
-        if isinstance(node.op, ast.Pow) and (right.denominator > 1 or abs(right) * digits > 4096):
-            raise ValueError("a root, or a power that could be huge")
-        return Fraction(signs[type(node.op)](left, right))
-
-    code = re.sub(r"(?<![\d.])0+(?=\d)", "", "".join(text.split()).replace("^", "**"))
-    code = re.sub(r"([\d.]+)%", r"(\1/100)", code)
-    try:
-        return value(ast.parse(code, mode="eval").body)
-    except (SyntaxError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError):
-        return None
-
-
-def language_reward(prompts, completions, script="LATIN", **columns):
-    """Share of a text's letters that are of a script, by Unicode's names: LATIN, CJK, CYRILLIC, …;
-    1.0 for a text without letters. The language consistency of DeepSeek-R1 (2.3.2).
-
-    >>> language_reward([""] * 2, ["so x = 5", "因此 x"])
-    [1.0, 0.3333333333333333]
-    """
-    shares = []
-    for text in completions:
-        hits = [script.upper() in unicodedata.name(char, "") for char in text if char.isalpha()]
-        shares.append(sum(hits) / len(hits) if hits else 1.0)
-    return shares
-
-
-def code_reward(prompts, completions, tests, **columns):
-    """1.0 where the last fenced block of Python (else of no named language) passes the data's
-    `tests`, Python text or a list of such lines, else 0.0; None without tests. Needs what follows,
-    through `run_tests`.
-
-    **No sandbox against malice.** The code runs in a process of its own, with limits on time,
-    memory, processes and files and, on Linux where the kernel allows it, without network, in a
-    file system and a process tree of its own. Where namespaces are refused (many containers), it
-    can read and write what your user can, reach the network, signal your processes, and leave
-    some of its own behind. And whatever shares a process with its tests can fool them. Train in a
-    throw-away container or virtual machine without secrets or network.
+    Each program runs in a process of its own, with limits, under bubblewrap: no
+    network, no other processes, none of the user's files. With `unsafe_code` it has
+    limits alone and can do whatever your user can. It can always cheat its tests, with
+    which it shares the process.
     """
 
     def passes(completion, test):
         if test is None:
             return None
-        fence = r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```"
-        blocks = re.findall(fence, completion, re.DOTALL | re.MULTILINE)
-        named = [code for name, code in blocks if name.lower() in ("python", "python3", "py")]
-        code = (named or [code for name, code in blocks if not name] or [None])[-1]
+        blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
+        python = [code for name, code in blocks if name.lower() in ("python", "py", "")]
         test = test if isinstance(test, str) else "\n".join(test)
-        return float(code is not None and run_tests(code, test, words))
+        return float(bool(python) and run_tests(python[-1], test, unsafe_code))
 
-    words, processes = namespaces(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    with ThreadPoolExecutor(max(1, os.cpu_count() // processes)) as pool:
+    with ThreadPoolExecutor(max(1, os.cpu_count() // WORLD_SIZE)) as pool:
         return list(pool.map(passes, completions, tests))
 
 
-# A shell script, run inside the new namespaces, with the command as "$@". It mounts an empty file
-# system on the current folder, binds each path of $VISIBLE into it, read-only, and stays there.
-SANDBOX = """
-mount -t tmpfs -o nosuid,nodev,size=64m,mode=777 tmpfs . && cd "$PWD" && IFS=:
-for path in $VISIBLE; do
-    if [ ! -e "$path" ] || [ -e ".$path" ]; then continue; fi
-    if [ -d "$path" ]; then mkdir -p ".$path"; else mkdir -p ".${path%/*}" && : > ".$path"; fi
-    mount --bind "$path" ".$path" && mount -o remount,bind,ro ".$path" || exit
-done
-mkdir proc && mount -t proc proc proc && exec chroot . "$@"
-"""
+SANDBOX = "bwrap --unshare-all --die-with-parent --new-session --proc /proc --dev /dev"
+SANDBOX += " --tmpfs /tmp --chdir /tmp"
 
-# Runs a job's code, then its tests, and only then repeats the secret that stands behind the job: a
-# program that ends early cannot.
-PROGRAM = """
-import json, os, resource
-source, out, null = os.dup(0), os.dup(1), os.open("/dev/null", os.O_RDWR)
-job = json.loads(open(0, "rb", 0, closefd=False).readline())
-for name, limit in job["limits"].items():
+
+def run_tests(code, tests, unsafe_code=False, seconds=5, megabytes=512):
+    """Whether `code` and then `tests` run to their end in a process of their own, within
+    so many seconds of work and three times as many in all."""
+    secret = secrets.token_hex()  # a program that ends early does not print it
+    program = f"""
+import resource
+limits = dict(CPU={seconds}, AS={megabytes << 20}, FSIZE=1 << 20, NPROC=256)
+for name, limit in limits.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-for standard in (0, 1, 2):
-    os.dup2(null, standard)
-scope = {"__name__": "__main__"}
-for name in ("code", "tests"):
-    exec(compile(job[name], name, "exec"), scope)
-os.write(out, os.read(source, 32))
-os._exit(0)
+{code}
+{tests}
+print("{secret}")
 """
-
-
-@functools.cache
-def namespaces():
-    """The words before a command that give it mount, IPC, PID and network namespaces and hide all
-    files but Python's and the system's libraries; where the kernel refuses, only a shell as its
-    parent, so that code which kills its parent does not kill the trainer."""
-    root = os.getuid() == 0  # needs no user namespace, in which it would have no process limit
-    words = ["unshare", "--mount", "--ipc", "--net", "--pid", "--fork", "--kill-child"]
-    words += [*([] if root else ["--user", "--map-root-user"]), "sh", "-c", SANDBOX, "sh"]
-    words += ["setpriv", "--no-new-privs", "--bounding-set=-all"]
-    words += ["--reuid=65534", "--regid=65534", "--clear-groups"] if root else []
-    with contextlib.suppress(OSError):  # no such command
-        if run_tests("", "", words):
-            return words
-    say("note: the code reward runs without namespaces, which this system refuses: see the README")
-    return ["sh", "-c", '"$@"; exit', "sh"]
-
-
-def run_tests(code, tests, words=(), seconds=5, megabytes=512):
-    """Whether `code` and then `tests` run to their end in a process of their own, started by the
-    command `words`, within so much CPU time and three times as much in all (other programs run
-    beside it). Read what `code_reward` says of safety."""
-    secret = secrets.token_hex(16)  # what only a run that reaches the end of tests repeats
-    limits = dict(CPU=seconds, AS=megabytes * 2**20, NPROC=256, FSIZE=2**20, NOFILE=64, CORE=0)
-    job = json.dumps(dict(code=code, tests=tests, limits=limits)) + "\n" + secret
-    visible = f"/usr:/lib:/lib64:/bin:/dev/null:{sys.prefix}:{sys.base_prefix}"
-    command = [*words, os.path.abspath(sys.executable), "-I", "-c", PROGRAM]
-    folder = tempfile.mkdtemp()
-    with tempfile.TemporaryFile() as output:
-        own = dict(cwd=folder, env=dict(PATH="/usr/sbin:/usr/bin:/sbin:/bin", VISIBLE=visible))
-        own |= dict(stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL)
-        process = subprocess.Popen(command, start_new_session=True, **own)
+    command = [sys.executable, "-I", "-"]
+    if not unsafe_code:
+        for path in ("/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.prefix):
+            command = ["--ro-bind-try", path, path, *command]
+        command = [*SANDBOX.split(), *command]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(job.encode(), timeout=3 * seconds)
+            process.communicate(program.encode(), timeout=3 * seconds)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
         process.wait()
-        with contextlib.suppress(RecursionError):  # of folders within folders
-            shutil.rmtree(folder, ignore_errors=True)
         output.seek(0)
-        return output.read(64) == secret.encode()
+        return output.read().strip().endswith(secret.encode())
 
 
-def reward_model(path, device):
-    """The reward function of a learned reward model: any sequence classifier of transformers with a
-    single output, on the question (`messages`) and the completion, in its own chat template."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        load = transformers.AutoModelForSequenceClassification.from_pretrained
-        model = load(path, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    except Exception as error:
-        raise Error(f"cannot load the reward model {path}: {first_line(error)}") from None
-    if model.config.num_labels != 1:
-        raise Error(f"the reward model {path} has {model.config.num_labels} outputs, not one")
-    model.to(device).eval()
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-
-    @torch.no_grad()
-    def score_with_model(prompts, completions, messages=None, **columns):
-        texts = [p + c for p, c in zip(prompts, completions, strict=True)]
-        if templated := bool(tokenizer.chat_template and messages):
-            answers = [[dict(role="assistant", content=text)] for text in completions]
-            turns = [m + a for m, a in zip(messages, answers, strict=True)]
-            texts = tokenizer.apply_chat_template(turns, tokenize=False)
-        scores, how = [], dict(padding=True, return_tensors="pt", add_special_tokens=not templated)
-        for start in range(0, len(texts), 16):
-            inputs = tokenizer(texts[start : start + 16], **how).to(device)
-            scores += model(**inputs).logits[:, 0].float().tolist()
-        return scores
-
-    return score_with_model
+REWARDS = dict(accuracy=accuracy_reward, format=format_reward, code=code_reward)
 
 
-JUDGE_PROMPT = """Rate how good an answer is.
+def load_rewards(specs, unsafe_code=False):
+    """{name: (function, weight)} of `NAME[=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
+    rewards = {}
+    for spec in specs:
+        target, _, weight = spec.partition("=")
+        path, _, name = target.rpartition(":")
+        try:
+            scope = REWARDS
+            if path:
+                sys.path.insert(0, str(Path(path).parent))  # it may import neighbours
+                scope = runpy.run_path(path)
+            rewards[name] = scope[name], float(weight or 1)
+        except (Exception, SystemExit) as error:
+            known = f"it takes {', '.join(REWARDS)} or FILE.py:FUNCTION, each [=WEIGHT]"
+            raise Error(f"--reward {spec}: {error!r}; {known}") from error
+        if target == "code":
+            function = functools.partial(code_reward, unsafe_code=unsafe_code)
+            rewards[name] = function, rewards[name][1]
+            if not unsafe_code and not (shutil.which("bwrap") and run_tests("", "")):
+                raise Error("install the package bubblewrap, or give --unsafe-code")
+    if len(rewards) < len(specs):
+        raise Error("--reward: a name twice")
+    return rewards
 
-Question:
-{}
 
-Reference answer (may be empty):
-{}
-
-Answer to rate:
-{}
-
-Reply with one line and nothing else: "Score: N", where N is a whole number from 0 (useless) to 10
-(perfect)."""
+# ------------------------------------------------------------------------------ models
 
 
-def judge_reward(target, device=None, timeout=60, attempts=3):
-    """The reward function of an LLM as judge, MODEL@URL: any server with OpenAI's protocol, its URL
-    without /chat/completions; the key is the environment's OPENAI_API_KEY. 0 to 10 becomes 0 to 1.
+def load_model(name, device, seed):
+    """(model in float32, tokenizer, EOS ids) of any causal language model, or the tiny.
 
-    A completion whose call fails `attempts` times, or gets no "Score: N", is None, not 0: it is
-    left out, counted, and the last failure is printed.
+    A trained adapter is merged into its base: the reference is the model with it.
     """
-    model, _, url = target.partition("@")
-    if not model or not url.startswith(("http://", "https://")):
-        raise ValueError("it takes judge:MODEL@http://HOST:PORT/v1")
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-
-    def ask(row):
-        """The score, or in words why there is none."""
-        body = dict(role="user", content=JUDGE_PROMPT.format(*row))
-        body = json.dumps(dict(model=model, temperature=0, messages=[body])).encode()
-        request = urllib.request.Request(url.rstrip("/") + "/chat/completions", body, headers)
-        for attempt in range(attempts):
-            time.sleep(attempt and 0.25 * 2**attempt)
-            try:
-                with urllib.request.urlopen(request, timeout=timeout) as reply:
-                    text = json.load(reply)["choices"][0]["message"]["content"]
-                if match := re.fullmatch(r"\s*Score:\s*(10|\d)\s*", text):
-                    return int(match[1]) / 10
-                failure = f"no score in {text!r:.80}"
-            except Exception as error:  # of the network, of HTTP, or a reply of another shape
-                failure = first_line(error)
-        return failure
-
-    def score_with_judge(prompts, completions, messages=None, answer=None, **columns):
-        questions = prompts if messages is None else [m[-1]["content"] for m in messages]
-        references = ["" if a is None else a for a in answer or [None] * len(prompts)]
-        with ThreadPoolExecutor(16) as pool:
-            replies = list(pool.map(ask, zip(questions, references, completions, strict=True)))
-        if failures := [reply for reply in replies if isinstance(reply, str)]:
-            count = f"{len(failures)} of {len(replies)} calls of the judge failed"
-            tqdm.write(f"{count}, the last with: {failures[-1]}")
-        return [None if isinstance(reply, str) else reply for reply in replies]
-
-    return score_with_judge
+    if name == "tiny":
+        model, tokenizer = tiny_model(seed)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        loader = AutoModelForCausalLM
+        is_adapter = find_adapter_config_file(name)
+        if is_adapter:
+            loader = importlib.import_module("peft").AutoPeftModelForCausalLM
+        model = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+        if is_adapter:
+            model = model.merge_and_unload().requires_grad_(True)
+    model.to(device).eval()  # no dropout: sampling, old, new and reference agree
+    # Both name EOS ids, and there are models whose two disagree.
+    eos = model.generation_config.eos_token_id
+    eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    eos = [token for token in dict.fromkeys(eos) if token is not None]
+    if not eos:
+        raise Error(f"{name} names no EOS token: it would never stop")
+    return model, tokenizer, eos
 
 
-REWARDS = dict(accuracy=accuracy_reward, format=format_reward, step=step_reward, code=code_reward)
-REWARDS_WITH_ARGUMENT = dict(  # text after the colon, device -> function
-    language=lambda script, device: (
-        lambda prompts, completions, **_: language_reward(prompts, completions, script or "LATIN")
-    ),
-    reward_model=reward_model,
-    judge=judge_reward,
+def load(run, name):
+    """Load a model into the run, ready to be trained, and a frozen copy as reference."""
+    config = run.config
+    set_seed(config, 0)
+    auto = "bfloat16" if run.device.type == "cuda" else "float32"
+    run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
+    model, run.tokenizer, run.eos_token_ids = load_model(name, run.device, config.seed)
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    length = 1 + rope.get("original_max_position_embeddings", math.inf)
+    if length > config.max_prompt_length + config.max_completion_length:
+        length = 5  # some change all positions beyond the original length
+    obstacle = can_share_prompts(model, length)
+    if obstacle:
+        print0(
+            f"note: {type(model).__name__} is slower, with unshared prompts: {obstacle}"
+        )
+    run.share_prompts = not obstacle
+    run.generate = generate_with_transformers if obstacle else generate
+    if config.static_cache:
+        run.generate = functools.partial(generate_with_transformers, static=True)
+    if config.gradient_checkpointing:
+        checkpoint_layers(model)
+    run.lora = None
+    if config.lora_rank:
+        peft = importlib.import_module("peft")
+        rank = config.lora_rank
+        lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+        run.lora = peft.get_peft_model(model, lora)  # puts the adapters into the model
+    run.policy = model
+    make_ready(run, model, torch.float32 if WORLD_SIZE > 1 else run.dtype)
+    run.optimizer = MasterAdamW(model)
+    run.reference = None
+    if config.beta:
+        frozen = contextlib.nullcontext
+        if run.lora:
+            frozen = run.lora.disable_adapter
+        else:
+            model, _, _ = load_model(name, run.device, config.seed)
+            make_ready(run, model.requires_grad_(False), run.dtype)
+
+        def reference(*batch):
+            with torch.no_grad(), frozen():
+                return model.token_logprobs(*batch)
+
+        run.reference = reference
+    torch.cuda.empty_cache()
+    run.micro_batch_tokens = config.micro_batch_tokens or fit_micro_batch(run)
+    size = sum(param.numel() for param in run.policy.parameters())
+    print0(f"{name}: {size:,} parameters, {run.dtype} on {run.device}")
+
+
+def fit_micro_batch(run):
+    """Tokens of a micro-batch for which the memory beside the gradients is enough; a
+    token takes about 80 bytes for each unit of each layer. 2048 on a CPU."""
+    if run.device.type == "cpu":
+        return 2048
+    shape = run.policy.config.get_text_config()
+    free, _ = torch.cuda.mem_get_info()
+    free -= sum(4 * local(param).numel() for param in run.optimizer.state)
+    tokens = int(0.8 * free / (80 * shape.hidden_size * shape.num_hidden_layers))
+    print0(
+        f"--micro-batch-tokens {tokens}, for {free / 2**30:.1f} GiB beside gradients"
+    )
+    return max(tokens, 256)
+
+
+def checkpoint_layers(model):
+    """Recompute a layer's activations in backward. transformers' own drops the cache."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = functools.partial(
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in it is random
+            )
+
+
+# ------------------------------------------------------------------- several processes
+
+
+def join_ranks():
+    """This process's device; under torchrun it first meets the others."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        # What torch 2.11 and later prefer on an H100: with a mask its backward is NaN at
+        # some lengths (pytorch issue 196678), and it plans anew for every length.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if WORLD_SIZE > 1 and not dist.is_initialized():
+        dist.init_process_group(device_id=device if device.type == "cuda" else None)
+    return device
+
+
+def all_gather(value):
+    """A list of what each rank gives."""
+    values = [value] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def average(number):
+    """The mean of a number over the ranks."""
+    return sum(all_gather(number)) / WORLD_SIZE
+
+
+def print0(text):
+    """Print above the progress bar, on the first rank alone."""
+    if RANK == 0:
+        tqdm.write(text)
+
+
+def local(tensor):
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor):
+    """All of a tensor, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def make_ready(run, model, dtype):
+    """Give a model its dtype, `token_logprobs` as a method, and each rank its part.
+
+    FSDP2: each rank keeps its part of the policy's float32 weights, gradients and
+    moments. Whole weights, in the dtype of computing, are gathered once for a rollout
+    and once for an update; those of the reference layer by layer.
+    """
+    for param in model.parameters():  # a mapped file's memory would be slow: copy
+        param.data = param.data.to(dtype, copy=True)
+    model.token_logprobs = functools.partial(
+        token_logprobs,
+        model,
+        temperature=run.config.temperature,
+        share_prompts=run.share_prompts,
+    )
+    if WORLD_SIZE == 1:
+        return
+    policy = fsdp.MixedPrecisionPolicy(run.dtype, reduce_dtype=torch.float32)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for module in [*layers, model]:
+        fsdp.fully_shard(
+            module, mp_policy=policy, reshard_after_forward=model is not run.policy
+        )
+    model.set_reshard_after_backward(False)  # whole until the optimizer's step
+    fsdp.register_fsdp_forward_method(model, "token_logprobs")
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+def open_output_dir(config):
+    """The run's folder, made unless it is to be resumed."""
+    name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0])
+    if RANK == 0 and not config.resume:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with open(output_dir / "config.json", "x") as file:  # never over another run
+            json.dump(vars(config), file, indent=2)
+    return output_dir
+
+
+def save(run, path, with_optimizer=True):
+    """A folder that `from_pretrained` and vLLM load (with LoRA the merged model, and
+    `adapter/`) and what each rank needs to go on. It gets its name once it is whole,
+    and the one before goes."""
+    partial = path.with_name("partial-" + path.name)
+    model, state = run.policy, None
+    if run.lora:
+        run.lora.save_pretrained(partial / "adapter")
+        run.tokenizer.save_pretrained(partial / "adapter")
+        model = copy.deepcopy(run.lora).merge_and_unload()
+    if WORLD_SIZE > 1:
+        state = {}
+        for name, tensor in model.state_dict().items():
+            state[name] = whole(tensor).to(run.dtype).cpu()
+    if RANK == 0:
+        model.save_pretrained(partial, state_dict=state)
+        run.tokenizer.save_pretrained(partial)
+    all_gather(None)  # until the folder is there
+    if with_optimizer:
+        saved = dict(num_steps=run.optimizer.num_steps, tensors=run.optimizer.tensors())
+        torch.save(saved, partial / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt")
+    all_gather(None)  # until all have written
+    if RANK == 0:
+        if with_optimizer:
+            shutil.copy(run.output_dir / "metrics.jsonl", partial)
+        os.sync()  # what has its name must be on the disk
+        partial.rename(path)
+        for old in checkpoints(run.output_dir)[:-1]:
+            shutil.rmtree(old)
+    print0(f"saved {path}")
+
+
+def checkpoints(output_dir):
+    """The checkpoint folders of a run, oldest first."""
+    return sorted(output_dir.glob("checkpoint-*"), key=lambda x: int(x.name[11:]))
+
+
+@torch.no_grad()
+def restore(run):
+    """Weights, optimizer and logs as they were at the newest checkpoint -> its step."""
+    if not checkpoints(run.output_dir):
+        raise Error(f"--resume {run.output_dir}: there is no checkpoint in it")
+    path = checkpoints(run.output_dir)[-1]
+    file = path / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
+    if not file.exists():
+        raise Error(f"--resume: {path} is of another number of processes")
+    saved = torch.load(file, map_location=run.device, weights_only=True)
+    run.optimizer.num_steps = saved["num_steps"]
+    for target, tensor in zip(run.optimizer.tensors(), saved["tensors"], strict=True):
+        target.copy_(tensor)
+    if RANK == 0:
+        shutil.copy(path / "metrics.jsonl", run.output_dir)
+    print0(f"going on from {path}")
+    return int(path.name[11:])
+
+
+# ------------------------------------------------------------- built-in task and model
+
+
+def arithmetic(model, seed):
+    """Rows of built-in arithmetic. For the tiny model: a number below 50 plus a digit,
+    with solutions of which most are wrong: supervised steps leave it much to learn."""
+    rng = random.Random(seed)
+    rows = []
+    if model == "tiny":
+        for i in rng.sample(range(500), 500):
+            right = i // 10 + i % 10
+            noisy = max(0, right + rng.choice([0, 0, 0, 0, 1, -1, 2, -2, 10, -10]))
+            prompt = f"{i // 10}+{i % 10}="
+            rows.append(dict(prompt=prompt, answer=f"{right}", solution=f"{noisy}"))
+        return rows
+    for _ in range(2500):
+        a, b, c, d = (rng.choice([-1, 1]) * rng.randint(2, 99) for _ in range(4))
+        prompt = f"Calculate {a} + {b} * ({c} - {d})."
+        rows.append(dict(prompt=prompt, answer=a + b * (c - d)))
+        prompt = f"Solve for x: {a} * x + {b} = {a * c + b}."
+        rows.append(dict(prompt=prompt, answer=c))
+    return rows
+
+
+def tiny_model(seed):
+    """A 2-layer Qwen2 with 135,168 random weights; its tokenizer has a token for each
+    character."""
+    # Qwen2's byte-level tokenizer without merges; Ġ and Ċ are its space and newline.
+    letters = "0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"
+    tokens = ["<eos>", "<unk>", *letters]
+    tokenizer = transformers.Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
+        eos_token="<eos>",
+        pad_token="<eos>",
+        unk_token="<unk>",
+    )
+    config = transformers.Qwen2Config(
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=len(tokens),
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
+
+
+# ------------------------------------------------------------------------ command line
+
+# What `--model tiny` changes; whatever the user types wins.
+TINY = dict(
+    prompt_template="{question}",
+    prompts_per_step=64,
+    max_completion_length=8,
+    dtype="float32",
+    micro_batch_tokens=16384,
+    learning_rate=1e-3,
+    max_steps=240,
+    sft_steps=70,
+    sft_learning_rate=3e-3,
+    eval_every=120,
 )
 
 
-def load_rewards(specs, device="cpu"):
-    """{name: (function, weight)} of `NAME[:ARGUMENT][=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
-    functions = {}
-    for spec in specs:
-        target, weight = re.fullmatch(r"(.*?)(?:=([^=]*))?", spec, re.DOTALL).groups()
-        name, _, argument = target.partition(":")
-        try:
-            if ".py:" in target:
-                path, _, name = target.rpartition(":")
-                function = run_file(path)[name]
-            elif name in REWARDS and not argument:
-                function = REWARDS[name]
-            else:
-                function = REWARDS_WITH_ARGUMENT[name](argument, device)
-            functions[name] = (function, 1.0 if weight is None else float(weight))
-        except (KeyError, ValueError, OSError) as error:
-            known = ", ".join([*REWARDS, *(f"{name}:…" for name in REWARDS_WITH_ARGUMENT)])
-            known += " or FILE.py:FUNCTION, with =WEIGHT if not 1"
-            raise Error(f"--reward {spec}: {first_line(error)}; it takes {known}") from None
-    good = all(callable(function) and math.isfinite(w) for function, w in functions.values())
-    if len(functions) < len(specs) or not good:
-        what = "a name twice, a weight that is not finite or what is no function"
-        raise Error(f"--reward {' '.join(specs)}: {what}")
-    return functions
+def parse_args(argv=None):
+    """`Config` of a list of command-line words (default: the process's)."""
+    comments = dict(re.findall(r"(\w+): .*?  # (.*)", inspect.getsource(Config)))
+    parser = argparse.ArgumentParser(
+        usage="python grpo.py [--option value ...]",
+        description="Train a language model with GRPO.",
+        epilog=f"Rewards: {', '.join(REWARDS)}, or FILE.py:FUNCTION.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(Config):
+        name, kind = "--" + field.name.replace("_", "-"), field.type
+        text = f"{comments[field.name]} (default: {field.default!s})"
+        if kind is bool:
+            parser.add_argument(name, help=text, action="store_true")
+        elif kind is tuple:
+            parser.add_argument(name, help=text, nargs="+", metavar="NAME")
+        elif get_args(kind):
+            parser.add_argument(name, help=text, choices=get_args(kind))
+        else:
+            parser.add_argument(name, help=text, type=kind, metavar="X")
+    typed = vars(parser.parse_args(argv))  # nothing else
+    options = {}
+    if "resume" in typed:
+        folder = re.sub(r"/checkpoint-\d+/*$", "", typed["resume"])
+        options = json.loads(Path(folder, "config.json").read_text())
+        typed["output_dir"] = folder
+    elif typed.get("model", "tiny") == "tiny":
+        options = TINY
+    return Config(**{**options, **typed})
 
 
-def run_file(path):
-    """{name: value} of what a Python file defines."""
-    try:
-        return runpy.run_path(path)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        raise Error(f"{path} failed: {error!r}") from None
+class Stream(io.TextIOWrapper):
+    """A stream whose reader may go away: what is written is lost, the run goes on."""
 
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            super().write(text)
+            super().flush()
 
-# -------------------------------------------------------------------------- built-in task and model
-
-
-def arithmetic(config):
-    """Rows of built-in arithmetic. For the tiny model: a number below 50 plus a digit, with
-    solutions of which most are wrong, so that the supervised steps leave it something to learn."""
-    rng = random.Random(config.seed)
-    if config.model == "tiny":
-        rows = []
-        for a, b in rng.sample([(a, b) for a in range(50) for b in range(10)], 500):
-            wrong = max(0, a + b + rng.choice([-10, -2, -1, 1, 2, 10]))
-            solution = a + b if rng.random() < 0.4 else wrong
-            rows.append(dict(prompt=f"{a}+{b}=", answer=str(a + b), solution=str(solution)))
-        return rows
-
-    def problem():
-        a, b, c, d = (rng.choice([1, 1, -1]) * rng.randint(2, 99) for _ in range(4))
-        return rng.choice([
-            (f"Calculate {a} + {b} * ({c} - {d}).", a + b * (c - d)),
-            (f"Calculate ({a} - {b}) * ({c} + {d}).", (a - b) * (c + d)),
-            (f"Calculate {a * 37} - {b * 11} + {c} * {d}.", a * 37 - b * 11 + c * d),
-            (f"Solve for x: {a} * x + {b} = {a * c + b}.", c),
-        ])  # fmt: skip
-
-    return [dict(zip(("prompt", "answer"), map(str, problem()), strict=True)) for _ in range(5000)]
-
-
-def tiny_model(seed, dtype):
-    """A 2-layer Qwen2 with 135,168 random weights, and a tokenizer with a token a character."""
-    # Qwen2's byte-level tokenizer without merges; Ġ and Ċ are its names for space and newline.
-    tokens = ["<eos>", "<unk>", *"0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"]
-    special = dict(eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = transformers.Qwen2Tokenizer(vocab=vocab, merges=[], **special)
-    shape = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=4, vocab_size=len(tokens), max_position_embeddings=256)
-    shape |= dict(tie_word_embeddings=True, initializer_range=0.06, eos_token_id=0, pad_token_id=0)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**shape), dtype=dtype)
-    return model, tokenizer
-
-
-# --------------------------------------------------------------------------------------------- main
-
-
-def import_optional(package, purpose):
-    """An optional package, or an `Error` that says how to install it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise Error(f"{purpose} needs the package {package}: pip install {package}") from None
-
-
-def first_line(error):
-    """An exception in one line."""
-    return next(iter(str(error).strip().splitlines()), repr(error))
+    def flush(self):
+        """`write` has done it."""
 
 
 def main():
     """The command line."""
+    sys.stdout = Stream(sys.stdout.buffer, errors="backslashreplace")
+    sys.stderr = Stream(sys.stderr.buffer, errors="backslashreplace")
     transformers.utils.logging.disable_progress_bar()
     try:
         train(parse_args())
-        if dist.is_initialized():  # gloo's threads can abort in an ordinary end of the interpreter
-            dist.barrier()
-            sys.stdout.flush()
-            os._exit(0)
-    except Error as error:
-        sys.exit(f"grpo.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("grpo.py: interrupted")
-    except (MemoryError, RuntimeError) as error:
-        if not re.search("(?i)out ?of ?memory|allocate memory|MemoryError", repr(error)):
-            raise
+    except (Error, OSError, ValueError) as error:
+        sys.exit(f"grpo.py: {one_line(error)}")
+    except ImportError as error:
+        sys.exit(f"grpo.py: {one_line(error)}: pip install {error.name}")
+    except torch.OutOfMemoryError as error:
         hint = "lower --micro-batch-tokens (update) or --prompts-per-step (sampling)"
-        sys.exit(f"grpo.py: out of memory: {hint}; {first_line(error)}")
+        sys.exit(f"grpo.py: out of memory: {hint}; {one_line(error)}")
+    if dist.is_initialized():  # gloo's threads can abort an ordinary end
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
