@@ -186,8 +186,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     """(r - mean of its group) / (std + eps): float rewards (N,) -> (N,).
 
     DeepSeekMath 4.1.2, std being the unbiased one; `scale_rewards` "none" divides by
-    nothing (Dr. GRPO, arXiv:2503.20783). Equal rewards give exactly 0. Raises ValueError
-    unless G >= 2 divides N.
+    nothing (Dr. GRPO, arXiv:2503.20783). Equal rewards give exactly 0. Raises
+    ValueError unless G >= 2 divides N.
 
     >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
@@ -259,7 +259,8 @@ def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token
     """New over old probability of each token, (N, C).
 
     "sequence" gives all tokens of a completion one ratio, exp of the mean of
-    logp - old_logp over its tokens (GSPO, arXiv:2507.18071, eq. 7). Needs `masked_mean`.
+    logp - old_logp over its tokens (GSPO, arXiv:2507.18071, eq. 7).
+    Needs `masked_mean`.
     """
     log_ratio = logp - old_logp
     if importance_sampling_level == "sequence":
@@ -501,7 +502,9 @@ def generate_with_transformers(
 
 
 def head_logprobs(hidden, weight, ids, temperature):
-    """log softmax(hidden @ weight.T / temperature) at `ids`: (M, H), (V, H), (M,) -> (M,).
+    """log softmax(hidden @ weight.T / temperature) at `ids`: (M,).
+
+    hidden: (M, H), weight: (V, H), ids: (M,).
 
     In float32, some tokens at a time; backward computes their logits again, so that
     never do all (M, V) of them stand in memory.
@@ -572,7 +575,7 @@ def token_logprobs(
 
 
 def forward_with_cache(model, ids, mask, cache):
-    """The last hidden states of ids (N, L), which go on from `cache` and are added to it.
+    """The last hidden states of ids (N, L), which go on from `cache` and join it.
 
     Gradient checkpointing runs each layer again in backward, on the cache as it was.
     """
@@ -967,8 +970,8 @@ def set_up(config):
 def sft(run, rows, path):
     """Supervised steps on the rows' solutions; the model is left in the folder `path`.
 
-    The loss is on solution and EOS. With one solution a prompt and an advantage of 1 for
-    every token, the gradient of a GRPO update without a reference is that of the mean
+    The loss is on solution and EOS. With one solution a prompt and an advantage of 1
+    for every token, the gradient of a GRPO update without a reference is that of the mean
     log-prob, so this is `update` on given completions.
     """
     config = dataclasses.replace(
@@ -1215,7 +1218,7 @@ def load_data(config, needs_answer):
 
 def chat_template_fits(tokenizer, eos_token_ids):
     """Whether the model was trained on its tokenizer's chat template: does the token
-    that ends an assistant's turn stop it? Base models carry templates they never saw."""
+    that ends an assistant's turn stop it? Base models have templates they never saw."""
     if not tokenizer.chat_template:
         return False
     messages = [dict(role=role, content=role) for role in ("user", "assistant")]
@@ -1349,7 +1352,7 @@ def extract_answer(text):
 
 
 def gold_answers(answer):
-    """The data's answer, or its alternatives: in a box, after ####, else the whole text.
+    """The data's answer, or its alternatives: in a box, after ####, else all the text.
 
     Raises ValueError where there is none."""
     golds = []
@@ -1406,8 +1409,8 @@ def read_answer(text):
 
 
 def answers_match(answer, gold):
-    r"""Whether two answers are the same: as exact rationals if both are numbers, else as
-    LaTeX in one spelling. A unit may be left out; a percent sign that only one has may
+    r"""Whether two answers are the same: as exact rationals if both are numbers, else
+    as LaTeX in one spelling. A unit may be left out; a percent sign that only one has may
     mean the number or a hundredth of it.
 
     >>> answers_match("$80,000.00", "80000"), answers_match(r"\frac{1}{2}", "0.5")
@@ -1468,8 +1471,8 @@ SANDBOX += " --tmpfs /tmp --chdir /tmp"
 
 
 def run_tests(code, tests, unsafe_code=False, seconds=5, megabytes=512):
-    """Whether `code` and then `tests` run to their end in a process of their own, within
-    so many seconds of work and three times as many in all."""
+    """Whether `code` and then `tests` run to their end in a process of their own,
+    within so many seconds of work and three times as many in all."""
     secret = secrets.token_hex()  # a program that ends early does not print it
     program = f"""
 import resource
@@ -1562,7 +1565,7 @@ def load_model(name, device, seed):
 
 
 def load(run, name):
-    """Load a model into the run, ready to be trained, and a frozen copy as reference."""
+    """Load a model into the run, ready to be trained, and a frozen reference."""
     config = run.config
     set_seed(config, 0)
     auto = "bfloat16" if run.device.type == "cuda" else "float32"
@@ -1628,7 +1631,7 @@ def fit_micro_batch(run):
 
 
 def checkpoint_layers(model):
-    """Recompute a layer's activations in backward. transformers' own drops the cache."""
+    """Recompute activations in backward. transformers' own way drops the cache."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = functools.partial(
@@ -1648,8 +1651,8 @@ def join_ranks():
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        # What torch 2.11 and later prefer on an H100: with a mask its backward is NaN at
-        # some lengths (pytorch issue 196678), and it plans anew for every length.
+        # What torch 2.11 and later prefer on an H100: with a mask its backward is NaN
+        # at some lengths (pytorch issue 196678), and it plans anew for every length.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group(device_id=device if device.type == "cuda" else None)
