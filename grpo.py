@@ -971,7 +971,8 @@ def sft(run, rows, path):
     """Supervised steps on the rows' solutions; the model is left in the folder `path`.
 
     The loss is on solution and EOS. With one solution a prompt and an advantage of 1
-    for every token, the gradient of a GRPO update without a reference is that of the mean
+    for every token, the gradient of a GRPO update without a reference is that of the
+    mean
     log-prob, so this is `update` on given completions.
     """
     config = dataclasses.replace(
@@ -1410,7 +1411,8 @@ def read_answer(text):
 
 def answers_match(answer, gold):
     r"""Whether two answers are the same: as exact rationals if both are numbers, else
-    as LaTeX in one spelling. A unit may be left out; a percent sign that only one has may
+    as LaTeX in one spelling. A unit may be left out; a percent sign that only one has
+    may
     mean the number or a hundredth of it.
 
     >>> answers_match("$80,000.00", "80000"), answers_match(r"\frac{1}{2}", "0.5")
