@@ -5,10 +5,9 @@
 # ///
 r"""GRPO, Group Relative Policy Optimization (arXiv:2402.03300), in one readable file.
 
-    python grpo.py                                        # a tiny model learns sums
+    python grpo.py                                     # a tiny model learns sums
     python grpo.py --model Qwen/Qwen2-Math-1.5B --data train.jsonl
-    torchrun --nproc-per-node 8 grpo.py --model … --data …   # several GPUs (FSDP2)
-    python grpo.py --help                                 # every option
+    torchrun --nproc-per-node 8 grpo.py …              # several GPUs (FSDP2)
 
 One step of training is `train_step`:
   1. take B prompts                                   `prompt_batch`
@@ -17,25 +16,18 @@ One step of training is `train_step`:
   4. normalise the scores of a group to advantages    `group_advantages`
   5. ascend the clipped surrogate, held to a frozen   `update`, `token_logprobs`,
      reference by the k3 estimate of the KL           `grpo_loss`, `MasterAdamW`
-     divergence, with AdamW
-and `train` repeats it, logs, evaluates and saves.
 
 Shapes: B prompts, G samples of each, N = B*G completions (rows b*G … b*G+G-1 belong to
 prompt b), P prompt length (left-padded), C completion length (right-padded), V
-vocabulary, H hidden size, M completion tokens without padding. `mask` is that of the
-completions: True through the first EOS.
+vocabulary, H hidden size, M completion tokens without padding.
 
 Where this departs from the papers and from common tutorials:
   - A group of equal rewards has advantage exactly 0; the printed formula gives ±0.8.
-  - The standard deviation is the unbiased one (n - 1).
   - Masks come from positions; `ids != pad` hides the EOS where pad is EOS.
   - With one update per rollout the old log-probs are the new ones, detached.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
   - AdamW moves float32 weights: at a learning rate of 1e-6 bfloat16 would stand still.
   - A group's prompt runs through the model once, in sampling, scoring and training.
-
-A single process needs none of the functions under "several processes": there `print0`
-prints, `all_gather(x)` is `[x]` and `average(x)` is `x`.
 """
 
 import argparse
@@ -78,7 +70,6 @@ import transformers
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.adamw import adamw
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -97,8 +88,6 @@ class Error(Exception):
 
 
 # ------------------------------------------------------------------------------ config
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every option of a run. The command line is made of it, the comments its help."""
@@ -114,7 +103,7 @@ class Config:
     system_prompt: str = ""  # system message of every prompt
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU
     # sampling
-    num_generations: int = 8  # G, completions sampled for each prompt
+    num_generations: int = 8  # G, completions sampled for each prompt, at least 2
     prompts_per_step: int = 8  # B, prompts of each step, over all processes
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_completion_length: int = 512  # in tokens; longer completions are cut off
@@ -134,7 +123,6 @@ class Config:
     max_grad_norm: float = 1.0  # a longer gradient is scaled to this norm
     max_steps: int = 200  # training steps; 0: only evaluate
     micro_batch_tokens: int = 0  # in one forward and backward; 0: what fits (CPU: 2048)
-    gradient_checkpointing: bool = False  # less memory, a slower update
     lora_rank: int = 0  # above 0 only adapters of this rank are trained (needs peft)
     sft_steps: int = 0  # supervised steps on the data's solutions before GRPO
     sft_learning_rate: float = 1e-5  # of the supervised steps
@@ -144,35 +132,22 @@ class Config:
     resume: str = ""  # go on with the run in this folder, with its options
     eval_every: int = 50  # steps between evaluations and looks at samples; 0: none
     save_every: int = 100  # steps between checkpoints, one is kept; 0: only the last
-    report_to: Literal["none", "wandb", "trackio"] = "none"  # a tracker of metrics
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = LEAST.get(name, 0)
-            if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise Error(f"--{name.replace('_', '-')} must be at least {least}")
+            least = 1e-9 if name in POSITIVE else 0
+            if isinstance(value, (int, float)) and not least <= value:
+                raise Error(f"--{name.replace('_', '-')} {value}: too small")
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template needs {question} in it")
 
 
-LEAST = dict(  # the smallest values of options; of the others 0
-    num_generations=2,  # the group is the baseline
-    prompts_per_step=1,
-    max_completion_length=1,
-    temperature=0.01,
-    num_iterations=1,
-    max_grad_norm=1e-9,
-)
+POSITIVE = "prompts_per_step max_completion_length temperature num_iterations".split()
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
-
-
 def completion_mask(completion_ids, eos_token_ids):
     """True through the first EOS of each row, it included: ids (N, C) -> bool (N, C).
-
-    The position decides, never `ids == pad`, so that a model whose pad is its EOS still
-    learns to stop.
 
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2]).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
@@ -185,9 +160,8 @@ def completion_mask(completion_ids, eos_token_ids):
 def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     """(r - mean of its group) / (std + eps): float rewards (N,) -> (N,).
 
-    DeepSeekMath 4.1.2, std being the unbiased one; `scale_rewards` "none" divides by
-    nothing (Dr. GRPO, arXiv:2503.20783). Equal rewards give exactly 0. Raises
-    ValueError unless G >= 2 divides N.
+    DeepSeekMath 4.1.2, with the unbiased std; `scale_rewards` "none" divides by nothing
+    (Dr. GRPO, arXiv:2503.20783). Raises ValueError unless G >= 2 divides N.
 
     >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
@@ -217,8 +191,8 @@ def process_advantages(
 
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
-    token's advantage is the sum of those of the steps that end at or after it. Raises
-    ValueError where there are not as many ends as rewards. Needs `group_advantages`.
+    token's advantage is the sum of those of the steps that end at or after it.
+    ValueError if ends and rewards differ in number. Needs `group_advantages`.
 
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
@@ -245,8 +219,8 @@ def masked_mean(x, mask, dim=None):
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp, never negative: (N, C) in nats.
 
-    An unbiased estimate of KL(policy, reference): DeepSeekMath eq. 4, Schulman's k3
-    (joschu.net/blog/kl-approx.html). Give it float32: the exponential needs it.
+    Unbiased for KL(policy, reference): DeepSeekMath eq. 4, k3 of Schulman
+    (joschu.net/blog/kl-approx.html). The exponential needs float32.
 
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
@@ -257,11 +231,8 @@ def kl_k3(logp, ref_logp):
 
 def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
     """New over old probability of each token, (N, C).
-
-    "sequence" gives all tokens of a completion one ratio, exp of the mean of
-    logp - old_logp over its tokens (GSPO, arXiv:2507.18071, eq. 7).
-    Needs `masked_mean`.
-    """
+    At level "sequence" all tokens of a completion have exp of the mean of their
+    logp - old_logp (GSPO, arXiv:2507.18071, eq. 7). Needs `masked_mean`."""
     log_ratio = logp - old_logp
     if importance_sampling_level == "sequence":
         log_ratio = masked_mean(log_ratio, mask, dim=1)[:, None].expand_as(logp)
@@ -282,18 +253,16 @@ def clipped_surrogate(
     """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A): to be maximised.
 
     logp, old_logp: (N, C), `old_logp` None: the policy has not moved. advantages: (N,)
-    or (N, C). The "sequence" ratio needs `mask`. PPO (arXiv:1707.06347) eq. 7 as
-    in DeepSeekMath eq. 3; `epsilon_high` is DAPO's clip-higher (arXiv:2503.14476).
-    Needs `importance_ratio` and `masked_mean`.
+    or (N, C). The "sequence" ratio needs `mask`. PPO (arXiv:1707.06347) eq. 7;
+    `epsilon_high` is from DAPO (arXiv:2503.14476). Needs `importance_ratio` and
+    `masked_mean`.
 
     >>> logp, old_logp = torch.full((2, 1), 0.7).log(), torch.full((2, 1), 0.5).log()
     >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
     tensor([ 1.1225, -1.3096])
     """
-    if old_logp is None:
-        old_logp = logp.detach()
-    if epsilon_high is None:
-        epsilon_high = epsilon
+    old_logp = logp.detach() if old_logp is None else old_logp
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     advantages = advantages.reshape(len(logp), -1)  # (N, 1) or (N, C)
@@ -317,7 +286,6 @@ def grpo_loss(
     num_tokens=None,
 ):
     """(scalar to minimise, metrics): DeepSeekMath eq. 3.
-
     logp, old_logp, ref_logp: (N, C) float32 in nats; mask: (N, C); advantages: (N,) or
     (N, C). `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None:
     no KL term. What stands where `mask` is False reaches neither loss nor gradient.
@@ -325,34 +293,25 @@ def grpo_loss(
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
-    `num_sequences` and `num_tokens` are totals of the optimizer batch (None: this call
-    is all of it), so that the losses of its micro-batches add up to its loss. The
-    metrics are means over unmasked tokens. Raises ValueError for an unknown type. Needs
-    `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`.
-    """
+    `num_sequences` and `num_tokens` count the optimizer batch (None: this call is all
+    of it), so that the losses of its micro-batches add up. The metrics are means over
+    tokens. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
     old_logp = logp.detach() if old_logp is None else old_logp.masked_fill(~mask, 0)
     advantages = advantages.reshape(len(mask), -1).expand_as(mask)  # (N, C)
     advantages = advantages.masked_fill(~mask, 0)
+    level = importance_sampling_level
     surrogate = clipped_surrogate(
-        logp,
-        old_logp,
-        advantages,
-        epsilon,
-        epsilon_high,
-        mask,
-        importance_sampling_level,
+        logp, old_logp, advantages, epsilon, epsilon_high, mask, level
     )
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
         kl = kl_k3(logp, ref_logp.masked_fill(~mask, 0))
     per_token_loss = beta * kl - surrogate  # (N, C), 0 where masked
 
-    if num_sequences is None:
-        num_sequences = len(mask)
-    if num_tokens is None:
-        num_tokens = mask.sum()
+    num_sequences = num_sequences or len(mask)
+    num_tokens = num_tokens or mask.sum()
     if loss_type == "grpo":
         loss = masked_mean(per_token_loss, mask, dim=1).sum() / num_sequences
     elif loss_type == "dapo":
@@ -364,7 +323,7 @@ def grpo_loss(
         raise ValueError(f"loss_type {loss_type!r} is unknown")
 
     with torch.no_grad():
-        ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
+        ratio = importance_ratio(logp, old_logp, mask, level)
         clipped = surrogate < ratio * advantages  # the minimum is the clipped side
         metrics = dict(
             kl=masked_mean(kl, mask),
@@ -376,15 +335,10 @@ def grpo_loss(
 
 
 # ---------------------------------------------------------------- sampling, log-probs
-
-
 def sample(logits, temperature=1.0):
     """One token of each row from softmax(logits / temperature): (N, V) -> (N,).
-
-    At temperature 0 the most probable one. Inverse transform sampling takes one uniform
-    number a row; `torch.multinomial` draws one for each word of the vocabulary, which
-    for 151,936 of them took a third of a decoding step on a CPU.
-    """
+    At temperature 0 the most probable one. One uniform number a row, where
+    `torch.multinomial` draws one for each word: a third of a decoding step on a CPU."""
     if temperature == 0:
         return logits.argmax(1)
     probs = (logits.float() / temperature).softmax(1)  # (N, V)
@@ -407,47 +361,39 @@ def generate(
     num_generations,
     max_completion_length,
     eos_token_ids,
-    pad_token_id=0,
     temperature=1.0,
 ):
     """G completions of each prompt, sampled from exactly the policy -> ids (N, C).
-
-    prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
-    row's EOS stands `pad_token_id`. Ignores the model's generation config. Each prompt
-    runs once and finished rows leave the batch, for which the model must be one that
-    `can_share_prompts`. Needs `sample` and `positions`.
-    """
+    prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; what
+    follows a row's EOS is EOS. The model's generation config has no part in it. For
+    models that `can_share_prompts`. Needs `sample` and `positions`."""
+    device = prompt_ids.device
+    eos = torch.tensor(eos_token_ids, device=device)
+    rows = torch.arange(len(prompt_ids) * num_generations, device=device)  # still here
+    finished = torch.zeros_like(rows, dtype=torch.bool)
+    shape = len(rows), max_completion_length
+    completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
+    # To look which rows have finished makes the host wait for a GPU.
+    look_every = 16 if prompt_ids.is_cuda else 1
     cache = DynamicCache(config=model.config)
     attention_mask = prompt_mask.long()
-
-    def next_logits(ids):
-        return model(
-            ids,
+    next_ids = prompt_ids
+    for i in range(max_completion_length):
+        logits = model(
+            next_ids,
             attention_mask=attention_mask,
-            position_ids=positions(attention_mask)[:, -ids.shape[1] :],
+            position_ids=positions(attention_mask)[:, -next_ids.shape[1] :],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-
-    logits = next_logits(prompt_ids).repeat_interleave(num_generations, 0)  # (N, V)
-    attention_mask = attention_mask.repeat_interleave(num_generations, 0)
-    cache.batch_repeat_interleave(num_generations)
-    eos = torch.tensor(eos_token_ids, device=logits.device)
-    shape = len(logits), max_completion_length
-    completion_ids = prompt_ids.new_full(shape, pad_token_id)
-    rows = torch.arange(len(logits), device=logits.device)  # of those in the batch
-    finished = rows < 0
-    next_ids = rows
-    # To look which rows have finished makes the host wait for a GPU.
-    look_every = 16 if logits.is_cuda else 1
-    for i in range(max_completion_length):
-        if i > 0:
-            attention_mask = F.pad(attention_mask, (0, 1), value=1)
-            logits = next_logits(next_ids[:, None])
-        next_ids = sample(logits, temperature).masked_fill(finished, pad_token_id)
-        completion_ids[rows, i] = next_ids
-        finished = finished | torch.isin(next_ids, eos)
+        if i == 0:  # the prompts have run once; their groups go on from there
+            logits = logits.repeat_interleave(num_generations, 0)  # (N, V)
+            attention_mask = attention_mask.repeat_interleave(num_generations, 0)
+            cache.batch_repeat_interleave(num_generations)
+        sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
+        completion_ids[rows, i] = sampled
+        finished = finished | torch.isin(sampled, eos)
         if i % look_every == 0:
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
@@ -455,9 +401,11 @@ def generate(
             if len(unfinished) < len(rows):
                 cache.batch_select_indices(unfinished)
                 rows = rows[unfinished]
-                next_ids = next_ids[unfinished]
+                sampled = sampled[unfinished]
                 finished = finished[unfinished]
                 attention_mask = attention_mask[unfinished]
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        next_ids = sampled[:, None]
     return completion_ids
 
 
@@ -469,22 +417,19 @@ def generate_with_transformers(
     num_generations,
     max_completion_length,
     eos_token_ids,
-    pad_token_id=0,
     temperature=1.0,
     static=False,
 ):
-    """What `generate` does, by transformers and for any cache.
-
-    Each prompt runs alone, since a recurrent state may be wrong after padding; with a
-    `static` cache, for which a GPU compiles CUDA graphs, all run at once.
-    """
+    """`generate` for any model. Each prompt runs alone, as a recurrent state may be
+    wrong after padding; with a `static` cache (on a GPU: CUDA graphs) all at once."""
     config = transformers.GenerationConfig(
         max_new_tokens=max_completion_length,
         do_sample=temperature > 0,
         temperature=temperature or None,
         top_k=0,
+        num_return_sequences=num_generations,
         eos_token_id=eos_token_ids,
-        pad_token_id=pad_token_id,
+        pad_token_id=eos_token_ids[0],
         cache_implementation="static" if static else None,
     )
     # What is unset would come from the model's own, such as a penalty of repetition.
@@ -492,23 +437,20 @@ def generate_with_transformers(
     completions = []
     size = len(prompt_ids) if static else 1
     for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
-        ids = ids[:, mask.any(0)].repeat_interleave(num_generations, 0)
-        mask = mask[:, mask.any(0)].repeat_interleave(num_generations, 0)
-        output = model.generate(ids, config, attention_mask=mask.long())
+        ids = ids[:, mask.any(0)]
+        mask = mask[:, mask.any(0)].long()
+        output = model.generate(ids, config, attention_mask=mask)
         completions += output[:, ids.shape[1] :]
     model.generation_config = own_config
-    ids = pad_sequence(completions, batch_first=True, padding_value=pad_token_id)
-    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=pad_token_id)
+    eos = eos_token_ids[0]
+    ids = pad_sequence(completions, batch_first=True, padding_value=eos)
+    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=eos)
 
 
 def head_logprobs(hidden, weight, ids, temperature):
-    """log softmax(hidden @ weight.T / temperature) at `ids`: (M,).
-
-    hidden: (M, H), weight: (V, H), ids: (M,).
-
-    In float32, some tokens at a time; backward computes their logits again, so that
-    never do all (M, V) of them stand in memory.
-    """
+    """log softmax(hidden @ weight.T / temperature) at `ids`: (M,) float32.
+    hidden: (M, H), weight: (V, H), ids: (M,). Some tokens at a time; backward computes
+    their logits again, so that all (M, V) of them are never in memory."""
 
     def of_some(hidden, ids):
         logits = (hidden @ weight.t()).float() / temperature
@@ -529,27 +471,21 @@ def token_logprobs(
     share_prompts=True,
 ):
     """log-prob of each completion token given all before it: (N, C) float32.
-
     0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids,
     completion_mask: (N, C), rows b*G … b*G+G-1 continue prompt b. Logits are divided by
-    `temperature`, as in sampling. `share_prompts` runs each prompt once and its
-    completions on G copies of its key-value cache, through which gradients flow, and
-    never holds the (N, C, V) logits; else this is the model's plain forward. Whether a
-    model may tells `can_share_prompts`. Needs `positions`, `forward_with_cache`,
-    `head_logprobs`, `LOGITS_AT_ONCE`, and `DynamicCache` of transformers.
-    """
+    `temperature`, as in sampling. `share_prompts` (see `can_share_prompts`) runs each
+    prompt once and its completions on G copies of its key-value cache, through which
+    gradients flow; else this is the model's plain forward. Needs `positions`,
+    `forward_with_cache`, `head_logprobs`, `LOGITS_AT_ONCE` and transformers."""
     num_generations = len(completion_ids) // len(prompt_ids)
     length = completion_ids.shape[1]
     ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
-    # A completion's last token predicts nothing and need not run. No token attends to
-    # the padding on the right, which comes after it.
-    inputs = completion_ids[:, :-1]
+    inputs = completion_ids[:, :-1]  # the last token predicts nothing
     repeated_mask = prompt_mask.repeat_interleave(num_generations, 0)
     ones = torch.ones_like(inputs, dtype=torch.bool)
     attention_mask = torch.cat([repeated_mask, ones], 1)  # (N, P + C - 1)
     if not share_prompts:
         repeated_ids = prompt_ids.repeat_interleave(num_generations, 0)
-        # Not a call of the model: FSDP gathers weights for this function (`shard`).
         logits = model.forward(
             torch.cat([repeated_ids, inputs], 1),
             attention_mask=attention_mask.long(),
@@ -575,45 +511,28 @@ def token_logprobs(
 
 
 def forward_with_cache(model, ids, mask, cache):
-    """The last hidden states of ids (N, L), which go on from `cache` and join it.
-
-    Gradient checkpointing runs each layer again in backward, on the cache as it was.
-    """
-    before = [copy.copy(layer) for layer in cache.layers]
-    given = DynamicCache()
-    given.layers = cache.layers
-    hidden = model.base_model(
+    """The last hidden states of ids (N, L), which go on from `cache` and join it."""
+    return model.base_model(
         ids,
         attention_mask=mask.long(),
         position_ids=positions(mask)[:, -ids.shape[1] :],
-        past_key_values=given,
+        past_key_values=cache,
         use_cache=True,
     )[0]
-    given.layers = before
-    return hidden
 
 
 def can_share_prompts(model, length=5):
-    """ "" if `token_logprobs` may share prompts, else what speaks against it.
-
-    Compares values and gradients with those of the plain forward, on a prompt of
-    `length` tokens, in float32, where what differs is no rounding: not all logits are
-    head(hidden) (Gemma 2 caps them, Cohere scales them), not every layer bears a shared
-    cache. Raises `Error` where the plain forward itself is wrong, because padding or
-    tokens that come later change a log-prob.
-    """
-    head, embeddings = (
-        model.get_output_embeddings(),
-        model.get_input_embeddings().weight,
-    )
+    """What keeps `token_logprobs` from sharing prompts, or "".
+    Values and gradients must be those of the plain forward, in float32: Gemma 2 caps
+    its logits, Cohere scales them, some layers bear no shared cache. `length` is that
+    of a prompt. Raises `Error` where padding or later tokens change a log-prob."""
+    embeddings = model.get_input_embeddings().weight
 
     def compute(prompts, completions, share_prompts):
-        """Log-probs of the last completion's two tokens, gradients of embeddings."""
+        """Log-probs of the last completion, gradients of the embeddings."""
         prompts = pad(prompts, "left", model.device)
         completions = pad(completions, "right", model.device)
-        logp = token_logprobs(
-            model, *prompts, *completions, share_prompts=share_prompts
-        )
+        logp = token_logprobs(model, *prompts, *completions, 1.0, share_prompts)
         (grad,) = torch.autograd.grad(logp.sum(), embeddings)
         return logp[-1, :2].detach(), grad
 
@@ -625,36 +544,24 @@ def can_share_prompts(model, length=5):
     logp, grad = compute(*padded, share_prompts=False)
     alone, _ = compute([[5, 6]], [[7, 8]], share_prompts=False)
     if differ(logp, alone):
-        raise Error(
-            f"padding or later tokens change {type(model).__name__}'s log-probs"
-        )
+        raise Error(f"{type(model).__name__}: padding or later tokens change log-probs")
     try:
         shared_logp, shared_grad = compute(*padded, share_prompts=True)
-        # Inputs so large that a cap shows even in a model whose logits are small.
-        with head.register_forward_pre_hook(lambda head, args: 1000 * args[0]):
-            ids = torch.tensor([[2, 3, 4]], device=model.device)
-            is_head = torch.equal(model(ids).logits, head(model.base_model(ids)[0]))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return one_line(error)
-    if not is_head or getattr(head, "bias", None) is not None:
-        return "logits are not the product of hidden states and output layer"
-    if differ(shared_logp, logp) or differ(shared_grad, grad):
-        return "log-probs or gradients differ"
-    return ""
+    wrong = differ(shared_logp, logp) or differ(shared_grad, grad)
+    return "log-probs or gradients differ" if wrong else ""
 
 
 # ------------------------------------------------------------------------------ update
-
-
 class MasterAdamW:
     """AdamW (arXiv:1711.05101) on float32 master weights, whatever dtype the model has.
 
-    bfloat16 keeps 8 bits of a weight: a change by less than 1/512 of it, at a learning
-    rate of 1e-6 nearly all, would be rounded away. A bfloat16 weight is the upper half
-    of its master, rounded; the lower 16 bits stand beside it. A parameter thus takes
-    2 + 2 bytes, its moments 8, its gradient 2 or 4.
+    bfloat16 rounds away a change by less than 1/512 of a weight: at a learning rate of
+    1e-6 nearly all. Such a weight is the upper half of its master, rounded; the lower
+    16 bits stand beside it. Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4.
     """
 
     def __init__(self, model):
@@ -675,10 +582,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate, max_grad_norm=math.inf):
-        """Clip the gradient to `max_grad_norm`, update, free it -> its norm before.
-
-        Raises `Error` and moves no weight if the norm is not finite.
-        """
+        """Clip the gradient to `max_grad_norm`, update, free it -> its norm before."""
         for module in self.model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # a step is for the shards, not for whole weights
@@ -688,30 +592,20 @@ class MasterAdamW:
             self.model.zero_grad()
             raise Error(f"the gradient's norm is {norm}; the weights are as before")
         scale = min(1.0, max_grad_norm / (norm + 1e-6))
-        count = torch.tensor(float(self.num_steps), device=self.model.device)
         self.num_steps += 1
+        beta1, beta2, n = 0.9, 0.999, self.num_steps
+        step_size = learning_rate / (1 - beta1**n)
         for param in params:
             tensors = [param, param.grad, *self.state[param]]
             param.grad = None
             parts = [local(x).view(-1).split(WEIGHTS_AT_ONCE) for x in tensors]
             for weight, grad, exp_avg, exp_avg_sq, *lower in zip(*parts):
+                grad = grad.float() * scale
+                exp_avg.lerp_(grad, 1 - beta1)
+                exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+                denominator = exp_avg_sq.sqrt() / math.sqrt(1 - beta2**n) + 1e-8
                 master = join_halves(weight, *lower) if lower else weight
-                adamw(
-                    [master],
-                    [grad.float() * scale],
-                    [exp_avg],
-                    [exp_avg_sq],
-                    [],
-                    [count.clone()],  # adamw adds 1
-                    fused=True,
-                    amsgrad=False,
-                    beta1=0.9,
-                    beta2=0.999,
-                    lr=learning_rate,
-                    weight_decay=0.0,
-                    eps=1e-8,
-                    maximize=False,
-                )
+                master.addcdiv_(exp_avg, denominator, value=-step_size)
                 if lower:
                     split_halves(master, weight, *lower)
         return norm
@@ -730,12 +624,9 @@ def split_halves(master, upper, lower):
 
 
 def cut_micro_batches(rows, prompt_lengths, lengths, max_tokens):
-    """Cut groups into micro-batches of at most `max_tokens` padded tokens, by halves.
-
-    rows: (B, G), those of each group; prompt_lengths: (B,) and lengths of completions:
-    (N,) of the whole batch -> a list of such rows. Sorted by length, so that little is
-    padding. One completion alone may exceed the budget.
-    """
+    """Cut rows of groups (B, G) into micro-batches of at most `max_tokens` tokens.
+    prompt_lengths: (B,), lengths of completions: (N,). Sorted by length, so that little
+    is padding. A single completion may exceed the budget."""
     num_generations = len(lengths) // len(prompt_lengths)
     rows = rows.gather(1, lengths[rows].argsort(1, descending=True))
     rows = rows[lengths[rows[:, 0]].argsort(descending=True)]
@@ -768,10 +659,7 @@ def take_rows(batch, rows):
 
 def update(run, learning_rate, batch, advantages):
     """num_iterations (mu) AdamW steps on one rollout -> metrics, means over its tokens.
-
-    batch: prompt_ids and prompt_mask (B, P), completion_ids and mask (N, C);
-    advantages: (N,) or (N, C). `grad_norm` is that of the last step.
-    """
+    batch: prompt_ids, prompt_mask, completion_ids, mask; advantages: (N,) or (N, C)."""
     config = run.config
     _, prompt_mask, _, mask = batch
     # Gradients are averaged over ranks, so the normalisers of the loss are as well.
@@ -827,13 +715,10 @@ def update(run, learning_rate, batch, advantages):
 
 
 # ---------------------------------------------------------------------------- training
-
-
 def train(config):
     """GRPO from the first prompt to the last checkpoint."""
     run, train_rows, eval_rows = set_up(config)
-    step = saved_step = restore(run) if config.resume else 0
-    num_updates = run.optimizer.num_steps
+    step = restore(run) if config.resume else 0
     heed_signals(run)
     if config.eval_every and step == 0:
         evaluate(run, eval_rows, 0)
@@ -847,34 +732,31 @@ def train(config):
         while step < config.max_steps and not run.stop:
             record = train_step(run, train_rows, step + 1)
             step += 1
-            num_updates = run.optimizer.num_steps
             log(run, record)
-            progress.set_postfix(
-                reward=record["reward"],
-                kl=record["kl"],
-                length=record["completion_length"],
-            )
+            shown = {
+                name: record[name] for name in ("reward", "kl", "completion_length")
+            }
+            progress.set_postfix(shown)
             progress.update()
             run.stop = max(all_gather(run.stop))  # a signal to any rank stops them all
             is_last = step == config.max_steps
             if config.eval_every and (is_last or step % config.eval_every == 0):
                 evaluate(run, eval_rows, step)
             if is_last or (config.save_every and step % config.save_every == 0):
-                save(run, run.output_dir / f"checkpoint-{step}")
-                saved_step = step
+                save(run, f"checkpoint-{step}")
         if step < config.max_steps:
             raise Error(f"{run.stop} after step {step}: --resume {run.output_dir}")
     except BaseException as error:
         # Save the last finished step, unless weights have moved since, or one of
         # several processes has failed alone: an `Error` is raised by all of them.
-        unmoved = run.optimizer.num_steps == num_updates
-        if step > saved_step and unmoved and (WORLD_SIZE == 1 or type(error) is Error):
-            save(run, run.output_dir / f"checkpoint-{step}")
+        unmoved = run.optimizer.num_steps == step * config.num_iterations
+        together = WORLD_SIZE == 1 or type(error) is Error
+        name = f"checkpoint-{step}"
+        if step and unmoved and together and not (run.output_dir / name).exists():
+            save(run, name)
         raise
     finally:
         progress.close()
-        if run.tracker:
-            run.tracker.finish()
     conclude(run)
 
 
@@ -895,9 +777,8 @@ def train_step(run, train_rows, step):
     # 4. normalise the scores within each group
     scale = config.scale_rewards
     if process:
-        advantages = process_advantages(
-            *process, num_generations, mask.shape[1], scale_rewards=scale
-        )
+        length = mask.shape[1]
+        advantages = process_advantages(*process, num_generations, length, 1e-8, scale)
     else:
         advantages = group_advantages(scores["reward"], num_generations, scale)
     # 5. ascend the clipped surrogate, held to the reference
@@ -917,64 +798,61 @@ def train_step(run, train_rows, step):
     )
     for name, column in columns.items():
         metrics[name] = column.double().mean().item()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux: in KiB
+    if torch.cuda.is_available():
+        memory = torch.cuda.max_memory_allocated() / 2**30
     metrics.update(
         num_tokens=mask.sum().item() * WORLD_SIZE,  # whose average is the sum
         learning_rate=learning_rate,
         rollout_seconds=middle - start,
         update_seconds=end - middle,
         step_seconds=end - start,
-        peak_memory_gb=peak_memory_gb(),
+        peak_memory_gb=memory,
     )
     if config.eval_every and (step == 1 or step % config.eval_every == 0):
-        for i in range(min(3, len(rows))):  # look at a completion of some prompts
-            reward = scores["reward"][i * num_generations]
-            completion = texts[i * num_generations]
-            prompt = rows[i]["prompts"]
-            print0(f"reward {reward:.3g}: {prompt[-80:]!r} -> {completion[:300]!r}")
+        firsts = zip(rows[:3], texts[::num_generations], groups[:, 0])
+        for row, text, reward in firsts:  # a completion of each of three prompts
+            print0(f"reward {reward:.3g}: {row['prompts'][-80:]!r} -> {text[:300]!r}")
     return dict(step=step, **{name: average(x) for name, x in metrics.items()})
 
 
 def set_up(config):
-    """(run, rows to train on, rows held out), after the supervised steps.
-
-    `run` is what the functions below share: config, device, output_dir, rewards ({name:
-    (function, weight)}), stop (the signal that asked for an end), tracker, and what
-    `load` sets.
-    """
+    """(run, rows to train on, rows held out), after the supervised steps."""
     if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
         raise Error(f"{WORLD_SIZE} processes share --prompts-per-step, none a LoRA")
     device = join_ranks()
     rewards = load_rewards(config.reward, config.unsafe_code)
-    train_rows, eval_rows = load_data(config, judges_answers(rewards))
+    judges_answers = accuracy_reward in [function for function, _ in rewards.values()]
+    if config.data:
+        train_rows = read_rows(config.data, judges_answers)
+    else:
+        train_rows = arithmetic(config.model, config.seed)
+    if config.eval_data:
+        eval_rows = read_rows(config.eval_data, judges_answers)
+    else:
+        held_out = min(64, len(train_rows) // 10) if config.eval_every else 0
+        eval_rows, train_rows = train_rows[:held_out], train_rows[held_out:]
     output_dir = open_output_dir(config)
-    run = SimpleNamespace(config=config, device=device, rewards=rewards, stop="")
-    run.output_dir = output_dir
+    run = SimpleNamespace(config=config, device=device, output_dir=output_dir)
+    run.rewards = rewards  # {name: (function, weight)}
+    run.asks_for_box = judges_answers
+    run.stop = ""  # the signal that asked for an end
     start = config.model
     if config.sft_steps:  # GRPO starts from what this leaves, and so does its reference
         start = str((output_dir / "sft").absolute())
         if not Path(start).exists():
-            sft(run, train_rows, start)
+            sft(run, train_rows)
     load(run, start)
     train_rows = encode_prompts(train_rows, run)
     eval_rows = encode_prompts(eval_rows, run)
-    if len(train_rows) < config.prompts_per_step:
-        raise Error(f"--prompts-per-step: there are only {len(train_rows)} prompts")
     print0(f"the first prompt: {train_rows[0]['prompts']!r}")
-    run.tracker = None
-    if config.report_to != "none" and RANK == 0:
-        run.tracker = importlib.import_module(config.report_to)
-        run.tracker.init(project="grpo", name=output_dir.name, config=vars(config))
     return run, train_rows, eval_rows
 
 
-def sft(run, rows, path):
-    """Supervised steps on the rows' solutions; the model is left in the folder `path`.
-
-    The loss is on solution and EOS. With one solution a prompt and an advantage of 1
-    for every token, the gradient of a GRPO update without a reference is that of the
-    mean
-    log-prob, so this is `update` on given completions.
-    """
+def sft(run, rows):
+    """Supervised steps on the rows' solutions; the model is left in OUTPUT_DIR/sft.
+    With an advantage of 1 and no reference, the gradient of a GRPO update on given
+    completions, here solution and EOS, is that of their mean log-prob."""
     config = dataclasses.replace(
         run.config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
     )
@@ -987,18 +865,14 @@ def sft(run, rows, path):
         if 0 < len(ids) < config.max_completion_length:
             examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
     print0(f"{len(examples)} of {len(rows)} rows have a solution that is not too long")
-    size = min(config.prompts_per_step * config.num_generations, len(examples))
-    if size < WORLD_SIZE:
-        raise Error("--sft-steps: there is no `solution` or `answer` to learn from")
-    size -= size % WORLD_SIZE
-    steps = range(1, config.sft_steps + 1)
-    for step in (progress := tqdm(steps, "supervised", disable=RANK > 0)):
-        mine = prompt_batch(examples, step, size, config.seed)[RANK::WORLD_SIZE]
-        prompts, solutions = zip(*mine)
+    progress = tqdm(range(config.sft_steps), "supervised", disable=RANK > 0)
+    for i in progress:
+        mine = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
+        prompts, solutions = zip(*mine[RANK::WORLD_SIZE])
         batch = *pad(prompts, "left", run.device), *pad(solutions, "right", run.device)
-        metrics = update(run, config.sft_learning_rate, batch, torch.ones(len(mine)))
+        metrics = update(run, config.sft_learning_rate, batch, torch.ones(len(prompts)))
         progress.set_postfix(loss=metrics["entropy"])  # mean of -logp: cross-entropy
-    save(run, Path(path), with_optimizer=False)
+    save(run, "sft", with_optimizer=False)
 
 
 def rollout(run, rows, num_generations, temperature):
@@ -1017,14 +891,11 @@ def rollout(run, rows, num_generations, temperature):
 
 def score_completions(run, rows, batch):
     """What the completions of B rows are worth -> texts, scores, process.
-
     A reward function gives a number for each completion; or None, not judged, which
-    becomes the mean of the others of its group; or a list of numbers, one for each
-    step. scores: {reward, rewards/<name>: (N,)}; a list counts as its mean. process:
-    None or, if there are lists, the (step_rewards, step_ends) of `process_advantages`,
-    where a number of another function is a step that ends with the last token. Raises
-    `Error` on all ranks if a function fails on one.
-    """
+    becomes the mean of its group; or a list of numbers, one for each step. scores:
+    {reward, rewards/<name>: (N,)}; a list counts as its mean. process: None or, if
+    there are lists, the (step_rewards, step_ends) of `process_advantages`, a plain
+    number being a step that ends with the last token."""
     *_, completion_ids, mask = batch
     num_generations = len(mask) // len(rows)
     ids = [row[kept].tolist() for row, kept in zip(completion_ids.cpu(), mask.cpu())]
@@ -1059,10 +930,9 @@ def score_completions(run, rows, batch):
                 means[i] = sum(numbers) / max(1, len(numbers))
             groups = means.view(-1, num_generations)
             judged_mean = groups.nanmean(1, keepdim=True).nan_to_num()
-            scores[f"rewards/{name}"] = groups.where(~groups.isnan(), judged_mean).view(
-                -1
-            )
-            scores["reward"] += weight * scores[f"rewards/{name}"]
+            means = groups.where(~groups.isnan(), judged_mean).flatten()
+            scores[f"rewards/{name}"] = means
+            scores["reward"] += weight * means
         if not any(step_rewards):
             raise ValueError("not one completion was judged")
     except (Exception, SystemExit) as error:
@@ -1075,10 +945,7 @@ def score_completions(run, rows, batch):
 
 
 def split_steps(tokenizer, ids):
-    """The non-blank lines of a completion -> [(text, index of its last token), …].
-
-    The last one runs through the last token, be it EOS or where it was cut off.
-    """
+    """The non-blank lines of a completion -> [(text, index of its last token), …]."""
     steps, start = [], 0
     for i, piece in enumerate(tokenizer.batch_decode([[token] for token in ids])):
         if "\n" in piece or i == len(ids) - 1:
@@ -1108,12 +975,10 @@ def evaluate(run, rows, step):
 
 
 def log(run, record):
-    """Append a row to metrics.jsonl, and send it to the tracker."""
+    """Append a row to metrics.jsonl."""
     if RANK == 0:
         with open(run.output_dir / "metrics.jsonl", "a") as lines:
             lines.write(json.dumps(record) + "\n")
-        if run.tracker:
-            run.tracker.log(record, step=record["step"])
 
 
 def conclude(run):
@@ -1123,7 +988,7 @@ def conclude(run):
     greedy = [row["eval/reward"] for row in rows if "eval/reward" in row]
     if greedy:
         print0(
-            f"greedy, held-out reward: {greedy[0]:.2f} before, {greedy[-1]:.2f} after"
+            f"greedy held-out reward: {greedy[0]:.2f} before, {greedy[-1]:.2f} after"
         )
     rewards = [row["reward"] for row in rows if "reward" in row]
     if rewards:
@@ -1137,13 +1002,6 @@ def conclude(run):
 def set_seed(config, step):
     """Each step has a seed of its own, so that a resumed run draws the same numbers."""
     transformers.set_seed((config.seed * 1_000_003 + step * WORLD_SIZE + RANK) % 2**32)
-
-
-def peak_memory_gb():
-    """The most memory in use so far, in GiB: the GPU's, else the process's."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
 def heed_signals(run):
@@ -1164,19 +1022,13 @@ def one_line(error):
 
 
 # -------------------------------------------------------------------- data and prompts
-
-# What reward functions are given beside the columns of the data.
 GIVEN = {"prompts", "prompt_ids", "completions", "completion_ids", "messages", "steps"}
 
 
 def read_rows(source, needs_answer):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
-
-    The question, under `prompt`, `question` or `problem`, is text or a list of chat
-    messages and becomes "prompt"; the answer, under `answer` or `solution`, becomes
-    "answer"; other columns stay for the reward functions. Raises `Error` with the file
-    and line of whatever is wrong.
-    """
+    `prompt`, `question` or `problem`, text or chat messages, becomes "prompt", `answer`
+    or `solution` "answer"; other columns stay for the reward functions."""
     if source.endswith((".jsonl", ".json")) or Path(source).is_file():
         lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
     else:
@@ -1205,21 +1057,9 @@ def read_rows(source, needs_answer):
     return rows
 
 
-def load_data(config, needs_answer):
-    """(rows to train on, rows held out)."""
-    if config.data:
-        rows = read_rows(config.data, needs_answer)
-    else:
-        rows = arithmetic(config.model, config.seed)
-    if config.eval_data:
-        return rows, read_rows(config.eval_data, needs_answer)
-    held_out = min(64, len(rows) // 10) if config.eval_every else 0
-    return rows[held_out:], rows[:held_out]
-
-
 def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the model was trained on its tokenizer's chat template: does the token
-    that ends an assistant's turn stop it? Base models have templates they never saw."""
+    """Whether the token that ends an assistant's turn in the chat template stops the
+    model: base models have templates that they never saw."""
     if not tokenizer.chat_template:
         return False
     messages = [dict(role=role, content=role) for role in ("user", "assistant")]
@@ -1228,17 +1068,14 @@ def chat_template_fits(tokenizer, eos_token_ids):
     return ending.startswith(tuple(tokenizer.convert_ids_to_tokens(eos_token_ids)))
 
 
-BOXED = """{question}
-Please reason step by step, and put your final answer within \\boxed{}.
-"""
+BOXED = "{question}\nReason step by step, and put your final answer within \\boxed{}.\n"
 
 
 def encode_prompts(rows, run):
     """Rows with the prompt as the model sees it ("prompts", "prompt_ids") and as
     "messages", without over-long ones; each row has every column, for the rewards."""
     config, tokenizer = run.config, run.tokenizer
-    template = BOXED if judges_answers(run.rewards) else "{question}"
-    template = config.prompt_template or template
+    template = config.prompt_template or (BOXED if run.asks_for_box else "{question}")
 
     def encode(row, chat):
         messages = row["prompt"]
@@ -1271,9 +1108,8 @@ def encode_prompts(rows, run):
         encoded = [encode(row, chat=False) for row in rows]
     names = dict.fromkeys(name for row in encoded for name in row)
     longest = config.max_prompt_length
-    kept = [
-        {**names, **row} for row in encoded if 0 < len(row["prompt_ids"]) <= longest
-    ]
+    fits = [0 < len(row["prompt_ids"]) <= longest for row in encoded]
+    kept = [{**names, **row} for row, fit in zip(encoded, fits) if fit]
     print0(f"{len(kept)} of {len(rows)} prompts are neither empty nor too long")
     return kept
 
@@ -1281,6 +1117,8 @@ def encode_prompts(rows, run):
 def prompt_batch(rows, step, size, seed):
     """The `size` rows of step 1, 2, …: rows in epochs, each in an order of its own, the
     last few left out. It depends on nothing else: a resumed run finds its place."""
+    if len(rows) < size:
+        raise Error(f"--prompts-per-step {size}: there are only {len(rows)} rows")
     epoch, i = divmod(step - 1, len(rows) // size)
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(len(rows), generator=generator)
@@ -1288,11 +1126,7 @@ def prompt_batch(rows, step, size, seed):
 
 
 def pad(sequences, side, device):
-    """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool.
-
-    >>> pad([[5], [6, 7]], "left", "cpu")[0].tolist()
-    [[0, 5], [6, 7]]
-    """
+    """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool."""
     ids = [torch.tensor(sequence, device=device) for sequence in sequences]
     mask = [torch.ones_like(sequence, dtype=torch.bool) for sequence in ids]
     ids = pad_sequence(ids, batch_first=True, padding_side=side)
@@ -1300,11 +1134,8 @@ def pad(sequences, side, device):
 
 
 # ----------------------------------------------------------------------------- rewards
-
-
 def accuracy_reward(prompts, completions, answer, **columns):
-    """1.0 where the completion's one extracted answer is the data's `answer`, or one of
-    them if that is a list; else 0.0.
+    """1.0 where the extracted answer is the data's `answer`, or one of a list; else 0.
 
     >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
     [1.0, 0.0, 0.0]
@@ -1314,11 +1145,6 @@ def accuracy_reward(prompts, completions, answer, **columns):
         found = extract_answer(completion)
         scores.append(float(any(answers_match(found, x) for x in gold_answers(gold))))
     return scores
-
-
-def judges_answers(rewards):
-    """Whether the accuracy reward is among them."""
-    return any(function is accuracy_reward for function, _ in rewards.values())
 
 
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,99})(?:\.\d{1,99})?|\.\d{1,99})(?!\d)"
@@ -1353,9 +1179,7 @@ def extract_answer(text):
 
 
 def gold_answers(answer):
-    """The data's answer, or its alternatives: in a box, after ####, else all the text.
-
-    Raises ValueError where there is none."""
+    """The data's answer or alternatives: in a box, after ####, else all the text."""
     golds = []
     for gold in answer if isinstance(answer, list) else [answer]:
         text = str(gold).strip() if isinstance(gold, (str, int, float)) else ""
@@ -1390,18 +1214,13 @@ _VALUE = re.compile(  # sign, top, bottom, percent, unit: -1,234.5, 3/4, 50%, 5 
 _NO_UNITS = "pi dozen hundred thousand million billion trillion".split()
 
 
-@functools.lru_cache(maxsize=10_000)
 def read_answer(text):
     """(its number or None, percent sign, unit, its one spelling)."""
     for pattern, spelling in _SPELLINGS:
         text = re.sub(pattern, spelling, text[:1000])
     number, percent, unit = None, "", ""
     match = _VALUE.fullmatch(text)
-    if (
-        match
-        and match[5] not in _NO_UNITS
-        and not re.fullmatch("[0.]+", match[3] or "1")
-    ):
+    if match and match[5] not in _NO_UNITS and re.search("[1-9]", match[3] or "1"):
         sign, top, bottom, percent, unit = match.groups("")
         top, bottom = (Fraction(x.replace(",", "") or 1) for x in (top, bottom))
         number = top / bottom * (-1 if sign == "-" else 1)
@@ -1411,9 +1230,7 @@ def read_answer(text):
 
 def answers_match(answer, gold):
     r"""Whether two answers are the same: as exact rationals if both are numbers, else
-    as LaTeX in one spelling. A unit may be left out; a percent sign that only one has
-    may
-    mean the number or a hundredth of it.
+    as LaTeX in one spelling. A unit may be left out, and so may a percent sign.
 
     >>> answers_match("$80,000.00", "80000"), answers_match(r"\frac{1}{2}", "0.5")
     (True, True)
@@ -1430,8 +1247,7 @@ def answers_match(answer, gold):
 def format_reward(prompts, completions, **columns):
     """1.0 for one `<think>…</think>` and then an answer, else 0.0.
 
-    DeepSeek-R1, arXiv:2501.12948, 2.2.2. A prompt that ends in `<think>` has opened the
-    block already.
+    DeepSeek-R1 (arXiv:2501.12948) 2.2.2. The prompt may end in `<think>`.
 
     >>> format_reward(["", ""], ["<think>2 + 2</think>4", "4"])
     [1.0, 0.0]
@@ -1449,12 +1265,9 @@ def format_reward(prompts, completions, **columns):
 def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
     """1.0 where the last fenced block of Python passes the data's `tests`, Python text
     or a list of such lines; else 0.0; None without tests.
-
-    Each program runs in a process of its own, with limits, under bubblewrap: no
-    network, no other processes, none of the user's files. With `unsafe_code` it has
-    limits alone and can do whatever your user can. It can always cheat its tests, with
-    which it shares the process.
-    """
+    A program runs with limits, under bubblewrap: no network, no other processes, none
+    of the user's files. With `unsafe_code` it can do whatever your user can. It can
+    always cheat its tests, with which it shares the process."""
 
     def passes(completion, test):
         if test is None:
@@ -1538,13 +1351,9 @@ def load_rewards(specs, unsafe_code=False):
 
 
 # ------------------------------------------------------------------------------ models
-
-
 def load_model(name, device, seed):
     """(model in float32, tokenizer, EOS ids) of any causal language model, or the tiny.
-
-    A trained adapter is merged into its base: the reference is the model with it.
-    """
+    A trained adapter is merged into its base: it belongs to the reference as well."""
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
@@ -1579,15 +1388,11 @@ def load(run, name):
         length = 5  # some change all positions beyond the original length
     obstacle = can_share_prompts(model, length)
     if obstacle:
-        print0(
-            f"note: {type(model).__name__} is slower, with unshared prompts: {obstacle}"
-        )
+        print0(f"note: slower, as {type(model).__name__} shares no prompts: {obstacle}")
     run.share_prompts = not obstacle
     run.generate = generate_with_transformers if obstacle else generate
     if config.static_cache:
         run.generate = functools.partial(generate_with_transformers, static=True)
-    if config.gradient_checkpointing:
-        checkpoint_layers(model)
     run.lora = None
     if config.lora_rank:
         peft = importlib.import_module("peft")
@@ -1626,27 +1431,11 @@ def fit_micro_batch(run):
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.state)
     tokens = int(0.8 * free / (80 * shape.hidden_size * shape.num_hidden_layers))
-    print0(
-        f"--micro-batch-tokens {tokens}, for {free / 2**30:.1f} GiB beside gradients"
-    )
+    print0(f"--micro-batch-tokens {tokens}: {free / 2**30:.1f} GiB are free for them")
     return max(tokens, 256)
 
 
-def checkpoint_layers(model):
-    """Recompute activations in backward. transformers' own way drops the cache."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = functools.partial(
-                checkpoint,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=False,  # nothing in it is random
-            )
-
-
 # ------------------------------------------------------------------- several processes
-
-
 def join_ranks():
     """This process's device; under torchrun it first meets the others."""
     device = torch.device("cpu")
@@ -1692,11 +1481,9 @@ def whole(tensor):
 
 def make_ready(run, model, dtype):
     """Give a model its dtype, `token_logprobs` as a method, and each rank its part.
-
-    FSDP2: each rank keeps its part of the policy's float32 weights, gradients and
-    moments. Whole weights, in the dtype of computing, are gathered once for a rollout
-    and once for an update; those of the reference layer by layer.
-    """
+    FSDP2: ranks keep parts of the policy's float32 weights, gradients and moments, and
+    gather whole weights, in `run.dtype`, from a rollout to the end of an update; those
+    of the reference layer by layer."""
     for param in model.parameters():  # a mapped file's memory would be slow: copy
         param.data = param.data.to(dtype, copy=True)
     model.token_logprobs = functools.partial(
@@ -1718,8 +1505,6 @@ def make_ready(run, model, dtype):
 
 
 # ------------------------------------------------------------------------- checkpoints
-
-
 def open_output_dir(config):
     """The run's folder, made unless it is to be resumed."""
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1731,11 +1516,11 @@ def open_output_dir(config):
     return output_dir
 
 
-def save(run, path, with_optimizer=True):
+def save(run, name, with_optimizer=True):
     """A folder that `from_pretrained` and vLLM load (with LoRA the merged model, and
-    `adapter/`) and what each rank needs to go on. It gets its name once it is whole,
-    and the one before goes."""
-    partial = path.with_name("partial-" + path.name)
+    `adapter/`) and what each rank needs to go on. It gets its name once it is whole."""
+    partial = run.output_dir / f"partial-{name}"
+    partial.mkdir(exist_ok=True)
     model, state = run.policy, None
     if run.lora:
         run.lora.save_pretrained(partial / "adapter")
@@ -1748,7 +1533,6 @@ def save(run, path, with_optimizer=True):
     if RANK == 0:
         model.save_pretrained(partial, state_dict=state)
         run.tokenizer.save_pretrained(partial)
-    all_gather(None)  # until the folder is there
     if with_optimizer:
         saved = dict(num_steps=run.optimizer.num_steps, tensors=run.optimizer.tensors())
         torch.save(saved, partial / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt")
@@ -1757,10 +1541,11 @@ def save(run, path, with_optimizer=True):
         if with_optimizer:
             shutil.copy(run.output_dir / "metrics.jsonl", partial)
         os.sync()  # what has its name must be on the disk
-        partial.rename(path)
+        partial.rename(run.output_dir / name)
         for old in checkpoints(run.output_dir)[:-1]:
             shutil.rmtree(old)
-    print0(f"saved {path}")
+    all_gather(None)  # until it is there
+    print0(f"saved {run.output_dir / name}")
 
 
 def checkpoints(output_dir):
@@ -1788,19 +1573,18 @@ def restore(run):
 
 
 # ------------------------------------------------------------- built-in task and model
-
-
 def arithmetic(model, seed):
-    """Rows of built-in arithmetic. For the tiny model: a number below 50 plus a digit,
-    with solutions of which most are wrong: supervised steps leave it much to learn."""
+    """Rows of built-in arithmetic. Most of the tiny model's solutions are wrong:
+    supervised steps leave it much to learn."""
     rng = random.Random(seed)
     rows = []
     if model == "tiny":
         for i in rng.sample(range(500), 500):
             right = i // 10 + i % 10
-            noisy = max(0, right + rng.choice([0, 0, 0, 0, 1, -1, 2, -2, 10, -10]))
-            prompt = f"{i // 10}+{i % 10}="
-            rows.append(dict(prompt=prompt, answer=f"{right}", solution=f"{noisy}"))
+            noisy = right + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
+            rows.append(
+                dict(prompt=f"{i // 10}+{i % 10}=", answer=right, solution=noisy)
+            )
         return rows
     for _ in range(2500):
         a, b, c, d = (rng.choice([-1, 1]) * rng.randint(2, 99) for _ in range(4))
@@ -1831,7 +1615,6 @@ def tiny_model(seed):
         num_attention_heads=4,
         num_key_value_heads=4,
         vocab_size=len(tokens),
-        max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=0.06,
         eos_token_id=0,
@@ -1842,7 +1625,6 @@ def tiny_model(seed):
 
 
 # ------------------------------------------------------------------------ command line
-
 # What `--model tiny` changes; whatever the user types wins.
 TINY = dict(
     prompt_template="{question}",
@@ -1866,7 +1648,6 @@ def parse_args(argv=None):
         description="Train a language model with GRPO.",
         epilog=f"Rewards: {', '.join(REWARDS)}, or FILE.py:FUNCTION.",
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     for field in dataclasses.fields(Config):
         name, kind = "--" + field.name.replace("_", "-"), field.type
