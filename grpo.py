@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers==5.23.0", "tqdm"]
+# dependencies = ["torch==2.13.0", "transformers==5.23.0", "tqdm==4.70.1"]
 # ///
 r"""GRPO, Group Relative Policy Optimization (arXiv:2402.03300), in one readable file.
 
@@ -96,7 +96,7 @@ class Config:
     model: str = "tiny"  # Hub name or folder of a causal language model
     data: str = ""  # JSONL file or Hub data set NAME[:CONFIG[:SPLIT]]; else sums
     eval_data: str = ""  # held-out prompts; else a tenth of the data, at most 64
-    reward: tuple = ("accuracy",)  # one or more of those below, each [=WEIGHT]
+    reward: tuple = ("accuracy",)  # one or more of those below (default: accuracy)
     unsafe_code: bool = False  # the code reward without bubblewrap: it can do anything
     chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
     prompt_template: str = ""  # text around {question}; else asks for \boxed{}
@@ -120,7 +120,7 @@ class Config:
     # optimisation
     learning_rate: float = 1e-6  # of AdamW, constant after the warm-up
     warmup_steps: int = 10  # steps of linear warm-up
-    max_grad_norm: float = 1.0  # a longer gradient is scaled to this norm
+    max_grad_norm: float = 1.0  # a longer gradient is scaled to this norm; 0: none
     max_steps: int = 200  # training steps; 0: only evaluate
     micro_batch_tokens: int = 0  # in one forward and backward; 0: what fits (CPU: 2048)
     lora_rank: int = 0  # above 0 only adapters of this rank are trained (needs peft)
@@ -135,20 +135,19 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = 1e-9 if name in POSITIVE else 0
+            least = 1e-9 if name in ABOVE_0 else 0
             if isinstance(value, (int, float)) and not least <= value:
                 raise Error(f"--{name.replace('_', '-')} {value}: too small")
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template needs {question} in it")
 
 
-POSITIVE = "prompts_per_step max_completion_length temperature num_iterations".split()
+ABOVE_0 = {"prompts_per_step", "max_completion_length", "temperature", "num_iterations"}
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
 def completion_mask(completion_ids, eos_token_ids):
     """True through the first EOS of each row, it included: ids (N, C) -> bool (N, C).
-
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2]).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
@@ -159,10 +158,8 @@ def completion_mask(completion_ids, eos_token_ids):
 
 def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     """(r - mean of its group) / (std + eps): float rewards (N,) -> (N,).
-
     DeepSeekMath 4.1.2, with the unbiased std; `scale_rewards` "none" divides by nothing
     (Dr. GRPO, arXiv:2503.20783). Raises ValueError unless G >= 2 divides N.
-
     >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
     """
@@ -188,12 +185,10 @@ def process_advantages(
     scale_rewards="group",
 ):
     """Process supervision (DeepSeekMath 4.1.3): advantages of tokens (N, num_tokens).
-
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
     token's advantage is the sum of those of the steps that end at or after it.
     ValueError if ends and rewards differ in number. Needs `group_advantages`.
-
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
@@ -218,10 +213,8 @@ def masked_mean(x, mask, dim=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp, never negative: (N, C) in nats.
-
     Unbiased for KL(policy, reference): DeepSeekMath eq. 4, k3 of Schulman
     (joschu.net/blog/kl-approx.html). The exponential needs float32.
-
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -251,12 +244,10 @@ def clipped_surrogate(
     importance_sampling_level="token",
 ):
     """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A): to be maximised.
-
     logp, old_logp: (N, C), `old_logp` None: the policy has not moved. advantages: (N,)
     or (N, C). The "sequence" ratio needs `mask`. PPO (arXiv:1707.06347) eq. 7;
     `epsilon_high` is from DAPO (arXiv:2503.14476). Needs `importance_ratio` and
     `masked_mean`.
-
     >>> logp, old_logp = torch.full((2, 1), 0.7).log(), torch.full((2, 1), 0.5).log()
     >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
     tensor([ 1.1225, -1.3096])
@@ -442,9 +433,7 @@ def generate_with_transformers(
         output = model.generate(ids, config, attention_mask=mask)
         completions += output[:, ids.shape[1] :]
     model.generation_config = own_config
-    eos = eos_token_ids[0]
-    ids = pad_sequence(completions, batch_first=True, padding_value=eos)
-    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=eos)
+    return pad_sequence(completions, batch_first=True, padding_value=eos_token_ids[0])
 
 
 def head_logprobs(hidden, weight, ids, temperature):
@@ -475,8 +464,9 @@ def token_logprobs(
     completion_mask: (N, C), rows b*G … b*G+G-1 continue prompt b. Logits are divided by
     `temperature`, as in sampling. `share_prompts` (see `can_share_prompts`) runs each
     prompt once and its completions on G copies of its key-value cache, through which
-    gradients flow; else this is the model's plain forward. Needs `positions`,
-    `forward_with_cache`, `head_logprobs`, `LOGITS_AT_ONCE` and transformers."""
+    gradients flow; else this is the model's plain forward. Needs `positions`, `F`,
+    `forward_with_cache`, `head_logprobs`, `LOGITS_AT_ONCE`, `checkpoint` of torch and
+    `DynamicCache` of transformers."""
     num_generations = len(completion_ids) // len(prompt_ids)
     length = completion_ids.shape[1]
     ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
@@ -558,11 +548,9 @@ def can_share_prompts(model, length=5):
 # ------------------------------------------------------------------------------ update
 class MasterAdamW:
     """AdamW (arXiv:1711.05101) on float32 master weights, whatever dtype the model has.
-
     bfloat16 rounds away a change by less than 1/512 of a weight: at a learning rate of
     1e-6 nearly all. Such a weight is the upper half of its master, rounded; the lower
-    16 bits stand beside it. Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4.
-    """
+    16 bits stand beside it. Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4."""
 
     def __init__(self, model):
         self.model = model
@@ -587,14 +575,17 @@ class MasterAdamW:
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # a step is for the shards, not for whole weights
         params = [param for param in self.state if param.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm([x.grad for x in params])).item()
+        grads = [param.grad for param in params]
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in grads]
+        norm = whole(torch.stack(norms).norm()).item()
         if not math.isfinite(norm):
             self.model.zero_grad()
             raise Error(f"the gradient's norm is {norm}; the weights are as before")
-        scale = min(1.0, max_grad_norm / (norm + 1e-6))
+        scale = min(1.0, (max_grad_norm or math.inf) / (norm + 1e-6))
         self.num_steps += 1
-        beta1, beta2, n = 0.9, 0.999, self.num_steps
-        step_size = learning_rate / (1 - beta1**n)
+        beta1, beta2 = 0.9, 0.999
+        step_size = learning_rate / (1 - beta1**self.num_steps)
+        correction = math.sqrt(1 - beta2**self.num_steps)
         for param in params:
             tensors = [param, param.grad, *self.state[param]]
             param.grad = None
@@ -603,7 +594,7 @@ class MasterAdamW:
                 grad = grad.float() * scale
                 exp_avg.lerp_(grad, 1 - beta1)
                 exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-                denominator = exp_avg_sq.sqrt() / math.sqrt(1 - beta2**n) + 1e-8
+                denominator = exp_avg_sq.sqrt() / correction + 1e-8
                 master = join_halves(weight, *lower) if lower else weight
                 master.addcdiv_(exp_avg, denominator, value=-step_size)
                 if lower:
@@ -669,7 +660,8 @@ def update(run, learning_rate, batch, advantages):
     if run.reference is None:  # a group without advantages has no gradient: skip it
         live = advantages[rows].flatten(1).any(1).cpu()
         rows = rows[live] if live.any() else rows[:1]
-    prompt_lengths, lengths = prompt_mask.sum(1).cpu(), mask.sum(1).cpu()
+    prompt_lengths = prompt_mask.sum(1).cpu()
+    lengths = mask.sum(1).cpu()
     num_live = lengths[rows].sum()
     if not run.share_prompts:  # then each completion runs with a prompt of its own
         lengths = lengths + prompt_lengths.max()
@@ -706,9 +698,9 @@ def update(run, learning_rate, batch, advantages):
                 num_tokens=num_tokens,
             )
             loss.backward()
-            share = part[-1].sum() / num_live
+            share = part[-1].sum() / num_live / config.num_iterations
             for name, value in metrics.items():
-                totals[name] += (share * value).item() / config.num_iterations
+                totals[name] += (share * value).item()
             totals["loss"] += loss.item() / config.num_iterations
         totals["grad_norm"] = run.optimizer.step(learning_rate, config.max_grad_norm)
     return totals
@@ -733,10 +725,8 @@ def train(config):
             record = train_step(run, train_rows, step + 1)
             step += 1
             log(run, record)
-            shown = {
-                name: record[name] for name in ("reward", "kl", "completion_length")
-            }
-            progress.set_postfix(shown)
+            shown = "reward", "kl", "completion_length"
+            progress.set_postfix({name: record[name] for name in shown})
             progress.update()
             run.stop = max(all_gather(run.stop))  # a signal to any rank stops them all
             is_last = step == config.max_steps
@@ -845,7 +835,7 @@ def set_up(config):
     load(run, start)
     train_rows = encode_prompts(train_rows, run)
     eval_rows = encode_prompts(eval_rows, run)
-    print0(f"the first prompt: {train_rows[0]['prompts']!r}")
+    print0(f"the first prompt: {[row['prompts'] for row in train_rows[:1]]}")
     return run, train_rows, eval_rows
 
 
@@ -919,10 +909,12 @@ def score_completions(run, rows, batch):
             for i, value in enumerate(values):
                 if value is None:
                     continue
-                numbers, ends = [value], [len(ids[i]) - 1]
+                numbers = [value]
+                ends = [len(ids[i]) - 1]
                 if isinstance(value, list):
                     process = step_rewards, step_ends
-                    numbers, ends = value, [end for _, end in steps[i]]
+                    numbers = value
+                    ends = [end for _, end in steps[i]]
                 if len(numbers) != len(ends) or not all(map(math.isfinite, numbers)):
                     raise ValueError(f"{value!r} for {len(ends)} steps")
                 step_rewards[i] += [weight * number for number in numbers]
@@ -946,7 +938,8 @@ def score_completions(run, rows, batch):
 
 def split_steps(tokenizer, ids):
     """The non-blank lines of a completion -> [(text, index of its last token), …]."""
-    steps, start = [], 0
+    steps = []
+    start = 0
     for i, piece in enumerate(tokenizer.batch_decode([[token] for token in ids])):
         if "\n" in piece or i == len(ids) - 1:
             text = tokenizer.decode(ids[start : i + 1], skip_special_tokens=True)
@@ -1009,8 +1002,8 @@ def heed_signals(run):
 
     def ask(number, frame):
         run.stop = signal.Signals(number).name
-        print(f"{run.stop}: finishing the step and saving; once more to stop at once")
         signal.signal(number, signal.SIG_DFL)
+        print(f"{run.stop}: finishing the step and saving; once more to stop at once")
 
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
@@ -1136,7 +1129,6 @@ def pad(sequences, side, device):
 # ----------------------------------------------------------------------------- rewards
 def accuracy_reward(prompts, completions, answer, **columns):
     """1.0 where the extracted answer is the data's `answer`, or one of a list; else 0.
-
     >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
     [1.0, 0.0, 0.0]
     """
@@ -1158,7 +1150,6 @@ _LAST = re.compile(  # what follows the last = in $…\…$, \frac{1}{2} or -$1,
 def extract_answer(text):
     r"""The one answer of a text: the last \boxed{…}, else what follows the last ####,
     else the last number or formula. None if there is none, or if a box is not closed.
-
     >>> extract_answer(r"First \boxed{3}, so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
@@ -1175,7 +1166,7 @@ def extract_answer(text):
         return rest.strip().split("\n")[0]
     text = text[-1000:].replace("\\(", "$").replace("\\)", "$")
     found = _LAST.findall(text)
-    return "".join(found[-1]) if found else None
+    return "".join(found[-1]).strip() if found else None
 
 
 def gold_answers(answer):
@@ -1218,7 +1209,8 @@ def read_answer(text):
     """(its number or None, percent sign, unit, its one spelling)."""
     for pattern, spelling in _SPELLINGS:
         text = re.sub(pattern, spelling, text[:1000])
-    number, percent, unit = None, "", ""
+    number = None
+    percent = unit = ""
     match = _VALUE.fullmatch(text)
     if match and match[5] not in _NO_UNITS and re.search("[1-9]", match[3] or "1"):
         sign, top, bottom, percent, unit = match.groups("")
@@ -1231,7 +1223,6 @@ def read_answer(text):
 def answers_match(answer, gold):
     r"""Whether two answers are the same: as exact rationals if both are numbers, else
     as LaTeX in one spelling. A unit may be left out, and so may a percent sign.
-
     >>> answers_match("$80,000.00", "80000"), answers_match(r"\frac{1}{2}", "0.5")
     (True, True)
     """
@@ -1246,9 +1237,7 @@ def answers_match(answer, gold):
 
 def format_reward(prompts, completions, **columns):
     """1.0 for one `<think>…</think>` and then an answer, else 0.0.
-
     DeepSeek-R1 (arXiv:2501.12948) 2.2.2. The prompt may end in `<think>`.
-
     >>> format_reward(["", ""], ["<think>2 + 2</think>4", "4"])
     [1.0, 0.0]
     """
@@ -1263,8 +1252,8 @@ def format_reward(prompts, completions, **columns):
 
 
 def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
-    """1.0 where the last fenced block of Python passes the data's `tests`, Python text
-    or a list of such lines; else 0.0; None without tests.
+    """1.0 where the last fenced block of Python passes the data's `tests` (text), else
+    0.0; None without tests.
     A program runs with limits, under bubblewrap: no network, no other processes, none
     of the user's files. With `unsafe_code` it can do whatever your user can. It can
     always cheat its tests, with which it shares the process."""
@@ -1273,8 +1262,7 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
         if test is None:
             return None
         blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
-        python = [code for name, code in blocks if name.lower() in ("python", "py", "")]
-        test = test if isinstance(test, str) else "\n".join(test)
+        python = [code for x, code in blocks if "python3".startswith(x.lower())]
         return float(bool(python) and run_tests(python[-1], test, unsafe_code))
 
     with ThreadPoolExecutor(max(1, os.cpu_count() // WORLD_SIZE)) as pool:
@@ -1418,7 +1406,7 @@ def load(run, name):
         run.reference = reference
     torch.cuda.empty_cache()
     run.micro_batch_tokens = config.micro_batch_tokens or fit_micro_batch(run)
-    size = sum(param.numel() for param in run.policy.parameters())
+    size = run.policy.num_parameters()
     print0(f"{name}: {size:,} parameters, {run.dtype} on {run.device}")
 
 
@@ -1513,6 +1501,7 @@ def open_output_dir(config):
         output_dir.mkdir(parents=True, exist_ok=True)
         with open(output_dir / "config.json", "x") as file:  # never over another run
             json.dump(vars(config), file, indent=2)
+        (output_dir / "metrics.jsonl").touch()
     return output_dir
 
 
@@ -1528,8 +1517,8 @@ def save(run, name, with_optimizer=True):
         model = copy.deepcopy(run.lora).merge_and_unload()
     if WORLD_SIZE > 1:
         state = {}
-        for name, tensor in model.state_dict().items():
-            state[name] = whole(tensor).to(run.dtype).cpu()
+        for key, tensor in model.state_dict().items():
+            state[key] = whole(tensor).to(run.dtype).cpu()
     if RANK == 0:
         model.save_pretrained(partial, state_dict=state)
         run.tokenizer.save_pretrained(partial)
@@ -1540,7 +1529,9 @@ def save(run, name, with_optimizer=True):
     if RANK == 0:
         if with_optimizer:
             shutil.copy(run.output_dir / "metrics.jsonl", partial)
-        os.sync()  # what has its name must be on the disk
+        for file in partial.rglob("*.*"):  # what has its name must be on the disk
+            with open(file) as opened:
+                os.fsync(opened)
         partial.rename(run.output_dir / name)
         for old in checkpoints(run.output_dir)[:-1]:
             shutil.rmtree(old)
@@ -1587,11 +1578,11 @@ def arithmetic(model, seed):
             )
         return rows
     for _ in range(2500):
-        a, b, c, d = (rng.choice([-1, 1]) * rng.randint(2, 99) for _ in range(4))
-        prompt = f"Calculate {a} + {b} * ({c} - {d})."
-        rows.append(dict(prompt=prompt, answer=a + b * (c - d)))
-        prompt = f"Solve for x: {a} * x + {b} = {a * c + b}."
-        rows.append(dict(prompt=prompt, answer=c))
+        a, b, c, d = (rng.randint(2, 99) for _ in range(4))
+        prompt = f"Calculate {a} - {b} * ({c} - {d})."
+        rows.append(dict(prompt=prompt, answer=a - b * (c - d)))
+        prompt = f"Solve for x: {a} * x + {b} = {b - a * c}."
+        rows.append(dict(prompt=prompt, answer=-c))
     return rows
 
 
@@ -1618,7 +1609,6 @@ def tiny_model(seed):
         tie_word_embeddings=True,
         initializer_range=0.06,
         eos_token_id=0,
-        pad_token_id=0,
     )
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
@@ -1634,7 +1624,7 @@ TINY = dict(
     micro_batch_tokens=16384,
     learning_rate=1e-3,
     max_steps=240,
-    sft_steps=70,
+    sft_steps=250,
     sft_learning_rate=3e-3,
     eval_every=120,
 )
@@ -1646,16 +1636,17 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--option value ...]",
         description="Train a language model with GRPO.",
-        epilog=f"Rewards: {', '.join(REWARDS)}, or FILE.py:FUNCTION.",
+        epilog=f"Rewards: {', '.join(REWARDS)}, FILE.py:FUNCTION, each [=WEIGHT].",
         argument_default=argparse.SUPPRESS,
     )
     for field in dataclasses.fields(Config):
         name, kind = "--" + field.name.replace("_", "-"), field.type
-        text = f"{comments[field.name]} (default: {field.default!s})"
+        comment = comments[field.name]
+        text = f"{comment} (default: {field.default})"
         if kind is bool:
             parser.add_argument(name, help=text, action="store_true")
         elif kind is tuple:
-            parser.add_argument(name, help=text, nargs="+", metavar="NAME")
+            parser.add_argument(name, help=comment, nargs="+", metavar="NAME")
         elif get_args(kind):
             parser.add_argument(name, help=text, choices=get_args(kind))
         else:

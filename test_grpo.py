@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,10 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 
-# SPDX-License-Identifier: MIT
-
-
 torch.set_num_threads(2)
+os.environ["OMP_NUM_THREADS"] = "2"  # of the processes that tests start
 
 
 def table(text):
@@ -295,6 +294,7 @@ def random_batch(num_rows=6):
 def slow_loss(logp, old_logp, ref_logp, advantages, mask, loss_type, level, high):
     """The equations as loops, and the metrics."""
     total = 0
+    num_tokens = mask.sum().item()
     metrics = dict(kl=0, entropy=0, ratio_mean=0, clip_fraction=0)
     for i in range(len(mask)):
         tokens = mask[i].nonzero()[:, 0].tolist()
@@ -316,10 +316,10 @@ def slow_loss(logp, old_logp, ref_logp, advantages, mask, loss_type, level, high
             d = ref_logp[i, t] - logp[i, t]
             kl = d.exp() - d - 1
             row = row - surrogate + 0.1 * kl
-            metrics["kl"] += kl.item() / mask.sum()
-            metrics["entropy"] -= logp[i, t].item() / mask.sum()
-            metrics["ratio_mean"] += ratio.item() / mask.sum()
-            metrics["clip_fraction"] += is_clipped / mask.sum()
+            metrics["kl"] += kl.item() / num_tokens
+            metrics["entropy"] -= logp[i, t].item() / num_tokens
+            metrics["ratio_mean"] += ratio.item() / num_tokens
+            metrics["clip_fraction"] += is_clipped / num_tokens
         if loss_type == "grpo":
             total += row / max(1, len(tokens)) / len(mask)
         elif loss_type == "dapo":
@@ -356,7 +356,7 @@ def test_loss_gradient_and_metrics_are_those_of_the_loops(loss_type, level, high
     torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
     assert 0 < slow_metrics["clip_fraction"] < 1
     for name, value in slow_metrics.items():
-        torch.testing.assert_close(metrics[name].double(), value, atol=1e-12, rtol=1e-6)
+        assert metrics[name].item() == pytest.approx(value, rel=1e-6)
 
 
 @variants
@@ -503,7 +503,7 @@ def test_advantages_want_groups_and_an_end_for_each_reward():
             grpo.group_advantages(torch.zeros(num_rewards), num_generations)
     with pytest.raises(ValueError, match="unknown"):
         grpo.group_advantages(torch.zeros(4), 2, "x")
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3)
 
 
@@ -519,7 +519,7 @@ def test_pure_functions_leave_their_inputs_alone():
     grpo.kl_k3(logp, ref_logp)
     grpo.clipped_surrogate(logp, old_logp, advantages)
     grpo.group_advantages(rewards, 4)
-    grpo.completion_mask(mask, [1])
+    grpo.completion_mask(mask.long(), [1])
     grpo.sample(logp, 0.5)
     torch.testing.assert_close(inputs, before, atol=0, rtol=0)
 
@@ -632,7 +632,7 @@ def test_head_log_probs_go_through_the_vocabulary_in_parts(monkeypatch):
     expected = plain.float(), *torch.autograd.grad((plain * scale).sum(), inputs)
     for size in (1, 40, 64, 10_000):  # from a word at a time to all at once
         monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", size)
-        logp = grpo.HeadLogProbs.apply(*inputs, ids, 0.7)
+        logp = grpo.head_logprobs(*inputs, ids, 0.7)
         found = logp, *torch.autograd.grad((logp * scale).sum(), inputs)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -674,11 +674,11 @@ def test_padding_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", [*SHARED, "phi3", *PLAIN, "mamba"])
-@pytest.mark.parametrize("initializer_range", [0.3, 0.02])
-def test_only_models_that_bear_it_share_prompts(kind, initializer_range):
-    model = tiny_model(kind, initializer_range=initializer_range)
-    obstacle = grpo.can_share_prompts(model)
-    assert bool(obstacle) == (kind in [*PLAIN, "mamba"])
+def test_only_models_that_bear_it_share_prompts(kind):
+    model = tiny_model(kind)
+    if kind == "phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    assert bool(grpo.can_share_prompts(model)) == (kind in [*PLAIN, "mamba"])
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "bert", "phi3"])
@@ -698,27 +698,9 @@ def test_a_fault_of_the_device_is_no_property_of_the_model(error, monkeypatch):
         grpo.can_share_prompts(tiny_model("qwen2"))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
-def test_gradient_checkpointing_computes_again_and_changes_no_number(kind):
-    results = []
-    for num_runs in (2, 4):  # of prompts and completions, and again in backward
-        model = tiny_model(kind)
-        if num_runs == 4:
-            grpo.checkpoint_layers(model)
-        calls = watch(model.model.layers[0].mlp, "forward")
-        logp = grpo.token_logprobs(model, *ragged_batch())
-        results.append(
-            [logp, *torch.autograd.grad(logp.sum(), list(model.parameters()))]
-        )
-        assert len(calls) == num_runs
-    torch.testing.assert_close(*results)
-
-
 # --------------------------------------------------------------------------- sampling
 
-with_static_cache = functools.partial(
-    grpo.generate_with_transformers, cache_implementation="static"
-)
+with_static_cache = functools.partial(grpo.generate_with_transformers, static=True)
 SAMPLERS = [
     ("qwen2", grpo.generate),
     ("gpt2", grpo.generate),
@@ -772,7 +754,7 @@ def test_sample_of_nan_is_a_token():
 def test_samples_come_from_the_policy(kind, sampler):
     """The first two tokens against forwards without padding, whatever the model's
     generation config says."""
-    model = tiny_model(kind, vocab_size=8)
+    model = tiny_model(kind, vocab_size=8, pad_token_id=0)
     hostile = transformers.GenerationConfig(**HOSTILE)
     model.generation_config = hostile
     prompt_ids, prompt_mask, *_ = ragged_batch()
@@ -785,7 +767,7 @@ def test_samples_come_from_the_policy(kind, sampler):
         with torch.no_grad():
             first = (model(prompt[None]).logits[0, -1] / 1.2).softmax(0)
             second = (model(longer).logits[:, -1] / 1.2).softmax(1)
-        second[[1, 5]] = numbers("1 0 0 0 0 0 0 0")  # padding after EOS
+        second[[1, 5]] = numbers("0 1 0 0 0 0 0 0")  # EOS after EOS
         draws = ids[b * 10_000 : (b + 1) * 10_000]
         assert_drawn_from(
             (first[:, None] * second).flatten(), draws @ torch.tensor([8, 1])
@@ -815,19 +797,16 @@ def test_greedy_completions_are_those_of_transformers_without_padding(kind, samp
 def test_finished_rows_are_padded_leave_the_batch_and_disturb_no_other():
     model = tiny_model("qwen2", use_cache=False)
     prompt_ids, prompt_mask, *_ = ragged_batch()
+    torch.manual_seed(0)
     calls = watch(model.get_input_embeddings(), "forward")
-    ids = grpo.generate(model, prompt_ids, prompt_mask, 50, 60, [1, 2, 3], 38)
-    mask = grpo.completion_mask(ids, [1, 2, 3])
+    eos = list(range(1, 9))
+    ids = grpo.generate(model, prompt_ids, prompt_mask, 50, 60, eos)
+    mask = grpo.completion_mask(ids, eos)
     lengths = mask.sum(1)
     num_tokens = sum(x.numel() for (x,) in calls)
     assert num_tokens == prompt_ids.numel() + (lengths - 1).sum()
     assert len(calls) == lengths.max() < 60  # it stops when all have finished
-    assert (ids[~mask] == 38).all()
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "mistral", "mamba", "minimax", "rwkv"])
-def test_a_cache_is_plain_if_it_is_keys_and_values_alone(kind):
-    assert grpo.has_plain_cache(tiny_model(kind)) == (kind in SHARED)
+    assert (ids[~mask] == 1).all()
 
 
 @pytest.fixture
@@ -860,7 +839,8 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget):
         num_prompts, size = torch.randint(1, 9, (2,)).tolist()
         prompt_lengths = torch.randint(1, 30, (num_prompts,))
         lengths = torch.randint(1, 30, (num_prompts * size,))
-        cut = grpo.cut_micro_batches(prompt_lengths, lengths, size, budget)
+        rows = torch.arange(len(lengths)).view(num_prompts, size)
+        cut = grpo.cut_micro_batches(rows, prompt_lengths, lengths, budget)
         everything = torch.cat([rows.flatten() for rows in cut])
         assert sorted(everything.tolist()) == list(range(len(lengths)))
         assert len(cut) == 1 or budget < 10_000
@@ -874,7 +854,8 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget):
 
 def test_micro_batches_are_of_similar_lengths():
     lengths = torch.tensor([9, 9, 1, 1, 9, 9, 1, 1])
-    cut = grpo.cut_micro_batches(torch.ones(4), lengths, 2, 40)
+    rows = torch.arange(8).view(4, 2)
+    cut = grpo.cut_micro_batches(rows, torch.ones(4), lengths, 40)
     assert [lengths[rows].unique().item() for rows in cut] == [9, 1]
 
 
@@ -934,7 +915,7 @@ def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
         assert ((weight.float() - master).abs() <= nearest).all()
         num_moved += (weight != first).sum()
         num_naive += (naive_weight != first).sum()
-    assert num_naive < 0.2 * num_moved
+    assert num_naive < 0.5 * num_moved
 
 
 def make_run(model, reference=None, share_prompts=True, **options):
@@ -1166,18 +1147,16 @@ def test_functions_of_any_shape_give_finite_numbers(
 
 # ----------------------------------------------------------------------------- options
 
-WRONG_OPTIONS = """num-generations 1
-prompts-per-step 0
+WRONG_OPTIONS = """prompts-per-step 0
 max-completion-length 0
 max-prompt-length five
 temperature 0
 temperature nan
 beta -0.1
-beta inf
 epsilon -1
 num-iterations 0
 learning-rate nan
-max-grad-norm 0
+max-grad-norm -1
 max-steps -1
 seed -1
 loss-type ppo
@@ -1185,7 +1164,7 @@ scale-rewards row
 dtype int8
 chat-template maybe
 prompt-template no-place-for-it
-max-step 5"""
+maximum 5"""
 
 
 @pytest.mark.parametrize("option", WRONG_OPTIONS.splitlines())
@@ -1278,11 +1257,11 @@ def test_only_the_accuracy_reward_needs_answers(tmp_path):
     assert len(grpo.read_rows(str(path), needs_answer=False)) == 1
 
 
-def test_held_out_rows_are_never_trained_on():
-    for model in ("tiny", "other"):
-        rows, held_out = grpo.load_data(grpo.Config(model=model), True)
-        assert len(held_out) == min(64, (len(rows) + len(held_out)) // 10)
-        assert not [row for row in held_out if row in rows]
+def test_held_out_rows_are_never_trained_on(tmp_path):
+    config = grpo.Config(output_dir=str(tmp_path / "run"), max_prompt_length=900)
+    _, rows, held_out = grpo.set_up(config)
+    assert len(rows) == 450 and len(held_out) == 50
+    assert not [row for row in held_out if row in rows]
 
 
 def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
@@ -1329,7 +1308,7 @@ def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
         config=grpo.Config(**options),
         tokenizer=tokenizer,
         eos_token_ids=[tokenizer.convert_tokens_to_ids(eos)],
-        rewards={},
+        asks_for_box=False,
     )
     rows = grpo.encode_prompts([dict(prompt=prompt) for prompt in prompts], run)
     for row in rows:
@@ -1476,7 +1455,7 @@ def test_what_is_not_judged_gets_the_mean_of_its_group_and_no_advantage(mine):
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-STEPS = [  # completion, index of each step's last token
+LINES = [  # completion, index of each step's last token
     ("1+1\n2+2<eos>", [3, 7]),
     ("1+1\n\n2+2\n<eos>", [3, 9]),  # a blank line is no step
     ("\n\n1+1<eos>", [5]),
@@ -1486,7 +1465,7 @@ STEPS = [  # completion, index of each step's last token
 ]
 
 
-@pytest.mark.parametrize("text, ends", STEPS)
+@pytest.mark.parametrize("text, ends", LINES)
 def test_steps_end_where_their_lines_do(text, ends):
     tokenizer = grpo.tiny_model(0)[1]
     steps = grpo.split_steps(tokenizer, tokenizer.encode(text))
@@ -1595,8 +1574,11 @@ def test_code_sees_no_environment(monkeypatch):
 
 
 def test_without_bubblewrap_the_code_reward_is_refused(monkeypatch):
-    for name, value in (("SANDBOX", "false"), ("SANDBOX", "/no/such/program")):
-        monkeypatch.setattr(grpo, name, value)
+    for owner, name, value in (
+        (grpo, "SANDBOX", "false"),  # it does not work, or is not there
+        (shutil, "which", lambda name: None),
+    ):
+        monkeypatch.setattr(owner, name, value)
         with pytest.raises(grpo.Error, match="bubblewrap.*--unsafe-code"):
             grpo.load_rewards(["code"])
 
@@ -1681,8 +1663,8 @@ def test_the_main_command_learns(tmp_path):
     assert sum(rewards[:5]) / 5 <= 0.45
     assert sum(rewards[-5:]) / 5 >= 0.90
     evaluation, training = output.splitlines()[-2:]
-    assert evaluation.startswith("eval/reward: ")
-    assert training.startswith(f"reward: {rewards[0]:.1}")
+    assert evaluation.startswith("greedy held-out reward: 0.")
+    assert training.startswith("reward by step: 0.")
 
 
 def test_seeded_runs_repeat_bit_for_bit(tmp_path, varied):
@@ -1723,12 +1705,12 @@ def save_model(folder, kind, **options):
     tokenizer.save_pretrained(folder)
 
 
-SHAPE = dict(hidden_size=32, num_hidden_layers=2)
+SMALL = dict(hidden_size=32, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 ARCHITECTURES = dict(
     gpt2=dict(n_embd=32, n_layer=2, n_head=2),  # with dropout, which must be off
-    gemma2=SHAPE | HEADS | dict(intermediate_size=48),  # with capped logits
-    mamba=SHAPE | dict(state_size=4),  # whose cache is no keys and values
+    gemma2=SMALL | HEADS | dict(intermediate_size=48),  # with capped logits
+    mamba=SMALL | dict(state_size=4),  # whose cache is no keys and values
 )
 
 
@@ -1805,18 +1787,6 @@ def test_lora_trains_adapters_alone(tmp_path, varied, start):
     train(tmp_path / "again", QUICK, varied, options, "--sft-steps 0 --model", adapter)
     rows = [row for row in metrics_of(tmp_path / "again") if "loss" in row]
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) != rows[2]["kl"]
-
-
-def test_metrics_go_to_the_tracker(tmp_path, monkeypatch):
-    seen = []
-    module = SimpleNamespace(
-        init=lambda project, name, config: seen.append(config["seed"]),
-        log=lambda record, step: seen.append(step),
-        finish=lambda: seen.append("finish"),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    train(tmp_path, QUICK, "--report-to wandb --seed 7")
-    assert seen == [7, 0, 1, 2, 3, 3, "finish"]
 
 
 # --------------------------------------------------------- resume, and what goes wrong
@@ -1907,22 +1877,22 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --resume {folder}/none | config.json
 --resume {folder} | no checkpoint
 --chat-template on | --chat-template
---report-to trackio | pip install trackio
+--num-generations 1 | no groups of 1
 --prompts-per-step 5000 | prompts-per-step
---max-prompt-length 2 | prompts
---data {folder}/no-answers.jsonl --reward format --sft-steps 1 | --sft-steps"""
+--max-prompt-length 2 | only 0 rows
+--data {folder}/no-answers.jsonl --reward format --sft-steps 1 | only 0 rows"""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.splitlines())
 def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "no-answers.jsonl").write_text('{"prompt": "1+1="}\n' * 100)
-    monkeypatch.setitem(sys.modules, "trackio", None)
     options, message = mistake.format(folder=tmp_path).split(" | ")
     words = f"grpo.py --sft-steps 0 --output-dir {tmp_path}/run {options}".split()
     monkeypatch.setattr(sys, "argv", words)
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    streams = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
     with pytest.raises(SystemExit) as stop:
         grpo.main()
     error = stop.value.code
@@ -1942,7 +1912,7 @@ def test_the_header_names_the_packages_of_requirements_txt():
 
 GRADIENTS = [  # what speaks against shared prompts, options
     ("", dict()),
-    ("", dict(loss_type="dapo", gradient_checkpointing=True)),
+    ("", dict(loss_type="dapo")),
     ("", dict(loss_type="dr_grpo", importance_sampling_level="sequence")),
     ("", dict(beta=0.0)),
     ("asked", dict()),
@@ -1996,7 +1966,10 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     command = [sys.executable, *command, __file__, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment
+    )
     assert result.returncode == 0, result.stderr
     assert f"going on from {folder}/cut/checkpoint-3" in result.stdout
     return folder
