@@ -13,21 +13,22 @@ One step of training is `train_step`:
   1. take B prompts                                   `prompt_batch`
   2. sample G completions of each from the policy     `rollout`, `generate`
   3. score every completion                           `score_completions`
-  4. normalise the scores of a group to advantages    `group_advantages`
-  5. ascend the clipped surrogate, held to a frozen   `update`, `token_logprobs`,
-     reference by the k3 estimate of the KL           `grpo_loss`, `MasterAdamW`
+  4. advantage A = (score - group mean) / group std   `group_advantages`
+  5. minimise -min(ratio A, clip(ratio) A) + beta KL, `update`, `token_logprobs`,
+     the KL being that to a frozen reference model    `grpo_loss`, `MasterAdamW`
+The group's mean is the baseline: no value network is needed.
 
 Shapes: B prompts, G samples of each, N = B*G completions (rows b*G … b*G+G-1 belong to
 prompt b), P prompt length (left-padded), C completion length (right-padded), V
 vocabulary, H hidden size, M completion tokens without padding.
 
 Where this departs from the papers and from common tutorials:
-  - A group of equal rewards has advantage exactly 0; the printed formula gives ±0.8.
-  - Masks come from positions; `ids != pad` hides the EOS where pad is EOS.
-  - With one update per rollout the old log-probs are the new ones, detached.
+  - Equal rewards have advantage exactly 0: the formula is 0/0, or ±0.8 by rounding.
+  - A completion's mask ends with its first EOS; `ids != pad` hides it where pad is EOS.
+  - With one update per rollout the ratio is exactly 1 and nothing is clipped.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
   - AdamW moves float32 weights: at a learning rate of 1e-6 bfloat16 would stand still.
-  - A group's prompt runs through the model once, in sampling, scoring and training.
+  - A group's prompt runs through each model once.
 """
 
 import argparse
@@ -35,6 +36,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -79,8 +81,7 @@ from transformers.utils import find_adapter_config_file
 RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 LOGITS_AT_ONCE = 2**25  # in float32: 128 MiB
-# Large kernels suit a GPU; what fits in its cache suits a CPU.
-WEIGHTS_AT_ONCE = 2**26 if torch.cuda.is_available() else 2**20
+WEIGHTS_AT_ONCE = 2**26 if torch.cuda.is_available() else 2**18  # fits a CPU's cache
 
 
 class Error(Exception):
@@ -103,7 +104,7 @@ class Config:
     system_prompt: str = ""  # system message of every prompt
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU
     # sampling
-    num_generations: int = 8  # G, completions sampled for each prompt, at least 2
+    num_generations: int = 8  # G, completions sampled for each prompt
     prompts_per_step: int = 8  # B, prompts of each step, over all processes
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_completion_length: int = 512  # in tokens; longer completions are cut off
@@ -135,14 +136,14 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            least = 1e-9 if name in ABOVE_0 else 0
-            if isinstance(value, (int, float)) and not least <= value:
-                raise Error(f"--{name.replace('_', '-')} {value}: too small")
+            least = LEAST.get(name, 0)
+            if isinstance(value, (int, float)) and not value >= least:
+                raise Error(f"--{name.replace('_', '-')} must be at least {least}")
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template needs {question} in it")
 
 
-ABOVE_0 = {"prompts_per_step", "max_completion_length", "temperature", "num_iterations"}
+LEAST = dict(num_generations=2, num_iterations=1, temperature=1e-9)  # of others 0
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
@@ -158,7 +159,7 @@ def completion_mask(completion_ids, eos_token_ids):
 
 def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     """(r - mean of its group) / (std + eps): float rewards (N,) -> (N,).
-    DeepSeekMath 4.1.2, with the unbiased std; `scale_rewards` "none" divides by nothing
+    DeepSeekMath 4.1.2, with the unbiased std; `scale_rewards` "none" does not divide
     (Dr. GRPO, arXiv:2503.20783). Raises ValueError unless G >= 2 divides N.
     >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
     tensor([ 0.8660, -0.8660, -0.8660,  0.8660,  0.0000,  0.0000,  0.0000,  0.0000])
@@ -171,7 +172,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    # Rounding can leave equal rewards a bit off their mean; their std is then that bit.
+    # Rounding can leave equal rewards off their mean, and as much is then their std.
     equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     return advantages.masked_fill(equal, 0).view(-1)
 
@@ -187,21 +188,24 @@ def process_advantages(
     """Process supervision (DeepSeekMath 4.1.3): advantages of tokens (N, num_tokens).
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
-    token's advantage is the sum of those of the steps that end at or after it.
-    ValueError if ends and rewards differ in number. Needs `group_advantages`.
+    token's advantage sums those of the steps that end at or after it. ValueError if
+    ends and rewards differ in number. Needs `group_advantages`.
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
     """
     advantages = torch.zeros(len(step_rewards), num_tokens)
     for start in range(0, len(step_rewards), num_generations):
-        group = range(start, start + num_generations)
-        rewards = [float(reward) for i in group for reward in step_rewards[i]]
-        ends = [(i, end) for i in group for end in step_ends[i]]
+        rewards = []
+        ends = []
+        for i in range(start, start + num_generations):
+            for reward, end in zip(step_rewards[i], step_ends[i], strict=True):
+                rewards.append(float(reward))
+                ends.append((i, end))
         if len(rewards) > 1:  # a single step is its own mean
             rewards = torch.tensor(rewards)
             normalised = group_advantages(rewards, len(rewards), scale_rewards, eps)
-            for (i, end), advantage in zip(ends, normalised, strict=True):
+            for (i, end), advantage in zip(ends, normalised):
                 advantages[i, : end + 1] += advantage
     return advantages
 
@@ -213,8 +217,8 @@ def masked_mean(x, mask, dim=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp, never negative: (N, C) in nats.
-    Unbiased for KL(policy, reference): DeepSeekMath eq. 4, k3 of Schulman
-    (joschu.net/blog/kl-approx.html). The exponential needs float32.
+    Over tokens sampled from the policy its mean is KL(policy, reference): DeepSeekMath
+    eq. 4, Schulman's k3 (joschu.net/blog/kl-approx.html). It needs float32.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -252,7 +256,7 @@ def clipped_surrogate(
     >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
     tensor([ 1.1225, -1.3096])
     """
-    old_logp = logp.detach() if old_logp is None else old_logp
+    old_logp = (logp if old_logp is None else old_logp).detach()
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)
@@ -285,11 +289,11 @@ def grpo_loss(
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
     `num_sequences` and `num_tokens` count the optimizer batch (None: this call is all
-    of it), so that the losses of its micro-batches add up. The metrics are means over
+    of it): given, the losses of its micro-batches add up. The metrics are means over
     tokens. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
-    old_logp = logp.detach() if old_logp is None else old_logp.masked_fill(~mask, 0)
+    old_logp = (logp if old_logp is None else old_logp).detach().masked_fill(~mask, 0)
     advantages = advantages.reshape(len(mask), -1).expand_as(mask)  # (N, C)
     advantages = advantages.masked_fill(~mask, 0)
     level = importance_sampling_level
@@ -300,7 +304,6 @@ def grpo_loss(
     if ref_logp is not None:
         kl = kl_k3(logp, ref_logp.masked_fill(~mask, 0))
     per_token_loss = beta * kl - surrogate  # (N, C), 0 where masked
-
     num_sequences = num_sequences or len(mask)
     num_tokens = num_tokens or mask.sum()
     if loss_type == "grpo":
@@ -312,10 +315,9 @@ def grpo_loss(
         loss = per_token_loss.sum() / (num_sequences * max_completion_length)
     else:
         raise ValueError(f"loss_type {loss_type!r} is unknown")
-
     with torch.no_grad():
         ratio = importance_ratio(logp, old_logp, mask, level)
-        clipped = surrogate < ratio * advantages  # the minimum is the clipped side
+        clipped = surrogate < ratio * advantages  # where clipping counts
         metrics = dict(
             kl=masked_mean(kl, mask),
             entropy=masked_mean(-logp, mask),  # its estimate from the sampled tokens
@@ -328,8 +330,8 @@ def grpo_loss(
 # ---------------------------------------------------------------- sampling, log-probs
 def sample(logits, temperature=1.0):
     """One token of each row from softmax(logits / temperature): (N, V) -> (N,).
-    At temperature 0 the most probable one. One uniform number a row, where
-    `torch.multinomial` draws one for each word: a third of a decoding step on a CPU."""
+    At temperature 0 the most probable one. One uniform number a row will do;
+    `torch.multinomial` draws V, which takes a third of a decoding step on a CPU."""
     if temperature == 0:
         return logits.argmax(1)
     probs = (logits.float() / temperature).softmax(1)  # (N, V)
@@ -356,11 +358,14 @@ def generate(
 ):
     """G completions of each prompt, sampled from exactly the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; what
-    follows a row's EOS is EOS. The model's generation config has no part in it. For
-    models that `can_share_prompts`. Needs `sample` and `positions`."""
+    follows a row's EOS is EOS. The model's generation config has no part in it. Only
+    for models without `sharing_obstacle`. Needs `sample`, `positions`, `F` and
+    `DynamicCache` of transformers."""
     device = prompt_ids.device
     eos = torch.tensor(eos_token_ids, device=device)
-    rows = torch.arange(len(prompt_ids) * num_generations, device=device)  # still here
+    rows = torch.arange(
+        len(prompt_ids) * num_generations, device=device
+    )  # not finished
     finished = torch.zeros_like(rows, dtype=torch.bool)
     shape = len(rows), max_completion_length
     completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
@@ -411,8 +416,8 @@ def generate_with_transformers(
     temperature=1.0,
     static=False,
 ):
-    """`generate` for any model. Each prompt runs alone, as a recurrent state may be
-    wrong after padding; with a `static` cache (on a GPU: CUDA graphs) all at once."""
+    """`generate` for any model. Each prompt runs alone, as some recurrent models sample
+    wrongly after padding; with a `static` cache (GPU: CUDA graphs) all at once."""
     config = transformers.GenerationConfig(
         max_new_tokens=max_completion_length,
         do_sample=temperature > 0,
@@ -424,16 +429,20 @@ def generate_with_transformers(
         cache_implementation="static" if static else None,
     )
     # What is unset would come from the model's own, such as a penalty of repetition.
-    own_config, model.generation_config = model.generation_config, config
+    own_config = model.generation_config
+    model.generation_config = config
     completions = []
     size = len(prompt_ids) if static else 1
-    for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
-        ids = ids[:, mask.any(0)]
-        mask = mask[:, mask.any(0)].long()
-        output = model.generate(ids, config, attention_mask=mask)
-        completions += output[:, ids.shape[1] :]
-    model.generation_config = own_config
-    return pad_sequence(completions, batch_first=True, padding_value=eos_token_ids[0])
+    try:
+        for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
+            ids = ids[:, mask.any(0)]
+            mask = mask[:, mask.any(0)].long()
+            output = model.generate(ids, config, attention_mask=mask)
+            completions += output[:, ids.shape[1] :]
+    finally:
+        model.generation_config = own_config
+    ids = pad_sequence(completions, batch_first=True, padding_value=eos_token_ids[0])
+    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=eos_token_ids[0])
 
 
 def head_logprobs(hidden, weight, ids, temperature):
@@ -446,7 +455,7 @@ def head_logprobs(hidden, weight, ids, temperature):
         return -F.cross_entropy(logits, ids, reduction="none")
 
     size = max(1, LOGITS_AT_ONCE // len(weight))
-    parts = zip(hidden.split(size), ids.split(size), strict=True)
+    parts = zip(hidden.split(size), ids.split(size))
     return torch.cat([checkpoint(of_some, *x, use_reentrant=False) for x in parts])
 
 
@@ -461,10 +470,11 @@ def token_logprobs(
 ):
     """log-prob of each completion token given all before it: (N, C) float32.
     0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids,
-    completion_mask: (N, C), rows b*G … b*G+G-1 continue prompt b. Logits are divided by
-    `temperature`, as in sampling. `share_prompts` (see `can_share_prompts`) runs each
-    prompt once and its completions on G copies of its key-value cache, through which
-    gradients flow; else this is the model's plain forward. Needs `positions`, `F`,
+    completion_mask: (N, C), right-padded, bool, rows b*G … b*G+G-1 continue prompt b.
+    The model is in eval mode; its logits are divided by `temperature`, as in sampling.
+    `share_prompts` runs each prompt once and its completions on G copies of its
+    key-value cache, through which gradients flow: only for models without
+    `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`, `F`,
     `forward_with_cache`, `head_logprobs`, `LOGITS_AT_ONCE`, `checkpoint` of torch and
     `DynamicCache` of transformers."""
     num_generations = len(completion_ids) // len(prompt_ids)
@@ -488,9 +498,9 @@ def token_logprobs(
     else:
         cache = DynamicCache(config=model.config)
         hidden = forward_with_cache(model, prompt_ids, prompt_mask, cache)  # (B, P, H)
-        # A prompt's last hidden state predicts its completions' first tokens …
+        # A prompt's last hidden state predicts the first tokens of its completions.
         hidden = hidden[:, -1:].repeat_interleave(num_generations, 0)  # (N, 1, H)
-        if length > 1:  # … and what follows, without the last token, the others.
+        if length > 1:  # The hidden states of all but the last predict the others.
             cache.batch_repeat_interleave(num_generations)
             rest = forward_with_cache(model, inputs, attention_mask, cache)
             hidden = torch.cat([hidden, rest], 1)  # (N, C, H)
@@ -501,7 +511,7 @@ def token_logprobs(
 
 
 def forward_with_cache(model, ids, mask, cache):
-    """The last hidden states of ids (N, L), which go on from `cache` and join it."""
+    """The last layer's hidden states of ids (N, L), continued from `cache`."""
     return model.base_model(
         ids,
         attention_mask=mask.long(),
@@ -511,8 +521,8 @@ def forward_with_cache(model, ids, mask, cache):
     )[0]
 
 
-def can_share_prompts(model, length=5):
-    """What keeps `token_logprobs` from sharing prompts, or "".
+def sharing_obstacle(model, length=5):
+    """Why `token_logprobs` and `generate` cannot share prompts; "" if they can.
     Values and gradients must be those of the plain forward, in float32: Gemma 2 caps
     its logits, Cohere scales them, some layers bear no shared cache. `length` is that
     of a prompt. Raises `Error` where padding or later tokens change a log-prob."""
@@ -526,14 +536,14 @@ def can_share_prompts(model, length=5):
         (grad,) = torch.autograd.grad(logp.sum(), embeddings)
         return logp[-1, :2].detach(), grad
 
-    def differ(found, expected):
-        return (found - expected).norm() > 1e-4 * expected.norm()
+    def close(found, expected):
+        return (found - expected).norm() <= 1e-4 * expected.norm()
 
     long = ([2, 3, 4] * length)[:length]
     padded = [long, [5, 6]], [[2, 3, 4, 5], [7, 8]]
     logp, grad = compute(*padded, share_prompts=False)
     alone, _ = compute([[5, 6]], [[7, 8]], share_prompts=False)
-    if differ(logp, alone):
+    if not close(logp, alone):
         raise Error(f"{type(model).__name__}: padding or later tokens change log-probs")
     try:
         shared_logp, shared_grad = compute(*padded, share_prompts=True)
@@ -541,16 +551,16 @@ def can_share_prompts(model, length=5):
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return one_line(error)
-    wrong = differ(shared_logp, logp) or differ(shared_grad, grad)
-    return "log-probs or gradients differ" if wrong else ""
+    same = close(shared_logp, logp) and close(shared_grad, grad)
+    return "" if same else "log-probs or gradients differ"
 
 
 # ------------------------------------------------------------------------------ update
 class MasterAdamW:
-    """AdamW (arXiv:1711.05101) on float32 master weights, whatever dtype the model has.
-    bfloat16 rounds away a change by less than 1/512 of a weight: at a learning rate of
-    1e-6 nearly all. Such a weight is the upper half of its master, rounded; the lower
-    16 bits stand beside it. Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4."""
+    """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of a model's weights.
+    bfloat16 rounds changes of less than 1/512 of a weight away. Such a weight is the
+    upper half of its master, rounded; the lower 16 bits are kept beside it. Bytes a
+    parameter: 2 + 2, moments 8, gradient 2 or 4."""
 
     def __init__(self, model):
         self.model = model
@@ -569,7 +579,7 @@ class MasterAdamW:
         return [local(x.detach()) for param, state in rows for x in (param, *state)]
 
     @torch.no_grad()
-    def step(self, learning_rate, max_grad_norm=math.inf):
+    def step(self, learning_rate, max_grad_norm):
         """Clip the gradient to `max_grad_norm`, update, free it -> its norm before."""
         for module in self.model.modules():
             if isinstance(module, fsdp.FSDPModule):
@@ -639,7 +649,7 @@ def take_rows(batch, rows):
     prompts = rows[:, 0] // (len(mask) // len(prompt_ids))
     left = prompt_mask[prompts].any(0)
     right = mask[rows.flatten()].any(0)
-    right[:2] = True  # so that every rank runs as many passes, whatever it has sampled
+    right[:2] = True  # with one token only, a rank would run fewer passes than others
     return (
         prompt_ids[prompts][:, left],
         prompt_mask[prompts][:, left],
@@ -653,7 +663,7 @@ def update(run, learning_rate, batch, advantages):
     batch: prompt_ids, prompt_mask, completion_ids, mask; advantages: (N,) or (N, C)."""
     config = run.config
     _, prompt_mask, _, mask = batch
-    # Gradients are averaged over ranks, so the normalisers of the loss are as well.
+    # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
     num_tokens = average(mask.sum().item())
     advantages = advantages.to(mask.device).reshape(len(mask), -1).expand_as(mask)
     rows = torch.arange(len(mask)).view(len(prompt_mask), -1)  # (B, G)
@@ -673,7 +683,6 @@ def update(run, learning_rate, batch, advantages):
         parts.append((*parts[0][:3], torch.zeros_like(parts[0][3])))
     for param in run.optimizer.state:  # a sum of bfloat16 gradients loses small ones
         param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
-
     ref_logps = [run.reference(*part) if run.reference else None for part in parts]
     old_logps = []
     totals = defaultdict(float)
@@ -710,43 +719,42 @@ def update(run, learning_rate, batch, advantages):
 def train(config):
     """GRPO from the first prompt to the last checkpoint."""
     run, train_rows, eval_rows = set_up(config)
+    stop = ""  # the signal that asked for an end
     step = restore(run) if config.resume else 0
+    num_updates = run.optimizer.num_steps
     heed_signals(run)
     if config.eval_every and step == 0:
         evaluate(run, eval_rows, 0)
-    progress = tqdm(
-        total=config.max_steps,
-        initial=step,
-        disable=RANK > 0,
-        bar_format="{percentage:.0f}% {n}/{total} [{elapsed}<{remaining}{postfix}]",
-    )
+    bar = "{percentage:.0f}% {n}/{total} [{elapsed}<{remaining}{postfix}]"
+    pbar = tqdm(total=config.max_steps, initial=step, bar_format=bar, disable=RANK > 0)
     try:
-        while step < config.max_steps and not run.stop:
+        while step < config.max_steps and not stop:
             record = train_step(run, train_rows, step + 1)
             step += 1
+            num_updates = run.optimizer.num_steps
             log(run, record)
             shown = "reward", "kl", "completion_length"
-            progress.set_postfix({name: record[name] for name in shown})
-            progress.update()
-            run.stop = max(all_gather(run.stop))  # a signal to any rank stops them all
+            pbar.set_postfix({name: record[name] for name in shown})
+            pbar.update()
+            stop = max(all_gather(run.stop))  # a signal to any rank stops them all
             is_last = step == config.max_steps
             if config.eval_every and (is_last or step % config.eval_every == 0):
                 evaluate(run, eval_rows, step)
             if is_last or (config.save_every and step % config.save_every == 0):
                 save(run, f"checkpoint-{step}")
         if step < config.max_steps:
-            raise Error(f"{run.stop} after step {step}: --resume {run.output_dir}")
+            raise Error(f"{stop} after step {step}: --resume {run.output_dir}")
     except BaseException as error:
         # Save the last finished step, unless weights have moved since, or one of
         # several processes has failed alone: an `Error` is raised by all of them.
-        unmoved = run.optimizer.num_steps == step * config.num_iterations
+        unmoved = run.optimizer.num_steps == num_updates
         together = WORLD_SIZE == 1 or type(error) is Error
         name = f"checkpoint-{step}"
         if step and unmoved and together and not (run.output_dir / name).exists():
             save(run, name)
         raise
     finally:
-        progress.close()
+        pbar.close()
     conclude(run)
 
 
@@ -792,7 +800,7 @@ def train_step(run, train_rows, step):
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**30
     metrics.update(
-        num_tokens=mask.sum().item() * WORLD_SIZE,  # whose average is the sum
+        num_tokens=mask.sum().item() * WORLD_SIZE,  # averaged below: of all ranks
         learning_rate=learning_rate,
         rollout_seconds=middle - start,
         update_seconds=end - middle,
@@ -809,7 +817,7 @@ def train_step(run, train_rows, step):
 def set_up(config):
     """(run, rows to train on, rows held out), after the supervised steps."""
     if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
-        raise Error(f"{WORLD_SIZE} processes share --prompts-per-step, none a LoRA")
+        raise Error("several processes share --prompts-per-step evenly, without LoRA")
     device = join_ranks()
     rewards = load_rewards(config.reward, config.unsafe_code)
     judges_answers = accuracy_reward in [function for function, _ in rewards.values()]
@@ -820,13 +828,13 @@ def set_up(config):
     if config.eval_data:
         eval_rows = read_rows(config.eval_data, judges_answers)
     else:
-        held_out = min(64, len(train_rows) // 10) if config.eval_every else 0
+        held_out = min(64, len(train_rows) // 10)
         eval_rows, train_rows = train_rows[:held_out], train_rows[held_out:]
     output_dir = open_output_dir(config)
     run = SimpleNamespace(config=config, device=device, output_dir=output_dir)
     run.rewards = rewards  # {name: (function, weight)}
     run.asks_for_box = judges_answers
-    run.stop = ""  # the signal that asked for an end
+    run.stop = ""  # the signal that this process has had
     start = config.model
     if config.sft_steps:  # GRPO starts from what this leaves, and so does its reference
         start = str((output_dir / "sft").absolute())
@@ -841,8 +849,8 @@ def set_up(config):
 
 def sft(run, rows):
     """Supervised steps on the rows' solutions; the model is left in OUTPUT_DIR/sft.
-    With an advantage of 1 and no reference, the gradient of a GRPO update on given
-    completions, here solution and EOS, is that of their mean log-prob."""
+    An update with advantage 1 and no reference has the gradient of the cross-entropy of
+    its completions, here solution and EOS."""
     config = dataclasses.replace(
         run.config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
     )
@@ -850,10 +858,11 @@ def sft(run, rows):
     load(run, config.model)
     examples = []
     for row in encode_prompts(rows, run):
-        text = str(row.get("solution") or row["answer"] or "")
-        ids = run.tokenizer.encode(text, add_special_tokens=False)
-        if 0 < len(ids) < config.max_completion_length:
-            examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
+        solution = row.get("solution") or row["answer"]
+        if isinstance(solution, (str, int, float)):
+            ids = run.tokenizer.encode(str(solution), add_special_tokens=False)
+            if 0 < len(ids) < config.max_completion_length:
+                examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
     print0(f"{len(examples)} of {len(rows)} rows have a solution that is not too long")
     progress = tqdm(range(config.sft_steps), "supervised", disable=RANK > 0)
     for i in progress:
@@ -881,11 +890,10 @@ def rollout(run, rows, num_generations, temperature):
 
 def score_completions(run, rows, batch):
     """What the completions of B rows are worth -> texts, scores, process.
-    A reward function gives a number for each completion; or None, not judged, which
-    becomes the mean of its group; or a list of numbers, one for each step. scores:
-    {reward, rewards/<name>: (N,)}; a list counts as its mean. process: None or, if
-    there are lists, the (step_rewards, step_ends) of `process_advantages`, a plain
-    number being a step that ends with the last token."""
+    A reward function gives each completion a number; or None, not judged, which becomes
+    the mean of its group; or a list of numbers, one for each step. scores: {reward,
+    rewards/<name>: (N,)}; a list counts as its mean. process: None or, with lists,
+    `process_advantages`' step_rewards and step_ends, where a number is a last step."""
     *_, completion_ids, mask = batch
     num_generations = len(mask) // len(rows)
     ids = [row[kept].tolist() for row, kept in zip(completion_ids.cpu(), mask.cpu())]
@@ -925,12 +933,10 @@ def score_completions(run, rows, batch):
             means = groups.where(~groups.isnan(), judged_mean).flatten()
             scores[f"rewards/{name}"] = means
             scores["reward"] += weight * means
-        if not any(step_rewards):
-            raise ValueError("not one completion was judged")
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         failure = f"the reward {name} failed: {error!r}"
-    failure = max(all_gather(failure))
+    failure = max(all_gather(failure))  # any rank's
     if failure:
         raise Error(failure)
     return texts, scores, process
@@ -953,7 +959,7 @@ def split_steps(tokenizer, ids):
 
 def evaluate(run, rows, step):
     """Mean rewards of greedy completions of the held-out rows, logged."""
-    # Each process has as many rows, and takes as many completions as in training.
+    # All processes have as many rows, and at most as many completions as in training.
     mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
     size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
     columns = defaultdict(list)
@@ -963,8 +969,7 @@ def evaluate(run, rows, step):
         for name, column in score_completions(run, part, batch)[1].items():
             columns[f"eval/{name}"] += column.tolist()
     means = {name: average(sum(x) / len(x)) for name, x in columns.items()}
-    if means:  # fewer than ten rows of data leave none to hold out
-        log(run, dict(step=step, **means))
+    log(run, dict(step=step, **means))
 
 
 def log(run, record):
@@ -994,7 +999,9 @@ def conclude(run):
 
 def set_seed(config, step):
     """Each step has a seed of its own, so that a resumed run draws the same numbers."""
-    transformers.set_seed((config.seed * 1_000_003 + step * WORLD_SIZE + RANK) % 2**32)
+    seed = config.seed * 1_000_003 + step * WORLD_SIZE + RANK
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def heed_signals(run):
@@ -1003,7 +1010,7 @@ def heed_signals(run):
     def ask(number, frame):
         run.stop = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)
-        print(f"{run.stop}: finishing the step and saving; once more to stop at once")
+        os.write(2, f"{run.stop}: finishing the step; again to stop at once\n".encode())
 
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
@@ -1015,7 +1022,7 @@ def one_line(error):
 
 
 # -------------------------------------------------------------------- data and prompts
-GIVEN = {"prompts", "prompt_ids", "completions", "completion_ids", "messages", "steps"}
+GIVEN = {"prompts", "completions", "completion_ids", "messages", "steps", "unsafe_code"}
 
 
 def read_rows(source, needs_answer):
@@ -1051,8 +1058,7 @@ def read_rows(source, needs_answer):
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the token that ends an assistant's turn in the chat template stops the
-    model: base models have templates that they never saw."""
+    """Whether the template ends turns with an EOS: base models never saw theirs."""
     if not tokenizer.chat_template:
         return False
     messages = [dict(role=role, content=role) for role in ("user", "assistant")]
@@ -1065,8 +1071,7 @@ BOXED = "{question}\nReason step by step, and put your final answer within \\box
 
 
 def encode_prompts(rows, run):
-    """Rows with the prompt as the model sees it ("prompts", "prompt_ids") and as
-    "messages", without over-long ones; each row has every column, for the rewards."""
+    """Rows with "prompts" (rendered), "prompt_ids" and "messages", if not too long."""
     config, tokenizer = run.config, run.tokenizer
     template = config.prompt_template or (BOXED if run.asks_for_box else "{question}")
 
@@ -1099,7 +1104,7 @@ def encode_prompts(rows, run):
             raise Error(f"--chat-template on: {one_line(error)}") from None
         print0(f"note: plain prompts, as the chat template fails: {one_line(error)}")
         encoded = [encode(row, chat=False) for row in rows]
-    names = dict.fromkeys(name for row in encoded for name in row)
+    names = dict.fromkeys(name for row in encoded for name in row)  # for the rewards
     longest = config.max_prompt_length
     fits = [0 < len(row["prompt_ids"]) <= longest for row in encoded]
     kept = [{**names, **row} for row, fit in zip(encoded, fits) if fit]
@@ -1108,8 +1113,7 @@ def encode_prompts(rows, run):
 
 
 def prompt_batch(rows, step, size, seed):
-    """The `size` rows of step 1, 2, …: rows in epochs, each in an order of its own, the
-    last few left out. It depends on nothing else: a resumed run finds its place."""
+    """The `size` rows of step 1, 2, …, in shuffled epochs: a function of the step."""
     if len(rows) < size:
         raise Error(f"--prompts-per-step {size}: there are only {len(rows)} rows")
     epoch, i = divmod(step - 1, len(rows) // size)
@@ -1205,6 +1209,7 @@ _VALUE = re.compile(  # sign, top, bottom, percent, unit: -1,234.5, 3/4, 50%, 5 
 _NO_UNITS = "pi dozen hundred thousand million billion trillion".split()
 
 
+@functools.lru_cache
 def read_answer(text):
     """(its number or None, percent sign, unit, its one spelling)."""
     for pattern, spelling in _SPELLINGS:
@@ -1230,9 +1235,11 @@ def answers_match(answer, gold):
     gold_number, gold_percent, gold_unit, gold_text = read_answer(gold or "")
     if number is None or gold_number is None:
         return text == gold_text != ""
-    scales = [1] if percent == gold_percent else [1, 100, Fraction(1, 100)]
+    scale = 1
+    if percent != gold_percent:  # 50% is 50 or 0.5
+        scale = 100 if percent else Fraction(1, 100)
     same_unit = unit == gold_unit or "" in (unit, gold_unit)
-    return same_unit and number in [scale * gold_number for scale in scales]
+    return same_unit and number in (gold_number, scale * gold_number)
 
 
 def format_reward(prompts, completions, **columns):
@@ -1242,7 +1249,7 @@ def format_reward(prompts, completions, **columns):
     [1.0, 0.0]
     """
     scores = []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, completion in zip(prompts, completions):
         text = completion.strip()
         if prompt.rstrip().endswith("<think>"):
             text = "<think>" + text
@@ -1252,11 +1259,10 @@ def format_reward(prompts, completions, **columns):
 
 
 def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
-    """1.0 where the last fenced block of Python passes the data's `tests` (text), else
-    0.0; None without tests.
-    A program runs with limits, under bubblewrap: no network, no other processes, none
-    of the user's files. With `unsafe_code` it can do whatever your user can. It can
-    always cheat its tests, with which it shares the process."""
+    """1.0 where the last fenced block of Python passes the data's `tests`, else 0.0;
+    None without tests. It runs with limits, under bubblewrap: no network, no other
+    processes, none of the user's files. With `unsafe_code` it can do whatever your user
+    can. It can always cheat its tests, with which it shares the process."""
 
     def passes(completion, test):
         if test is None:
@@ -1265,7 +1271,7 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
         python = [code for x, code in blocks if "python3".startswith(x.lower())]
         return float(bool(python) and run_tests(python[-1], test, unsafe_code))
 
-    with ThreadPoolExecutor(max(1, os.cpu_count() // WORLD_SIZE)) as pool:
+    with ThreadPoolExecutor() as pool:
         return list(pool.map(passes, completions, tests))
 
 
@@ -1274,8 +1280,7 @@ SANDBOX += " --tmpfs /tmp --chdir /tmp"
 
 
 def run_tests(code, tests, unsafe_code=False, seconds=5, megabytes=512):
-    """Whether `code` and then `tests` run to their end in a process of their own,
-    within so many seconds of work and three times as many in all."""
+    """Whether `code`, then `tests` end well in so much time of work, thrice in all."""
     secret = secrets.token_hex()  # a program that ends early does not print it
     program = f"""
 import resource
@@ -1354,8 +1359,7 @@ def load_model(name, device, seed):
         if is_adapter:
             model = model.merge_and_unload().requires_grad_(True)
     model.to(device).eval()  # no dropout: sampling, old, new and reference agree
-    # Both name EOS ids, and there are models whose two disagree.
-    eos = model.generation_config.eos_token_id
+    eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
     eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     eos = [token for token in dict.fromkeys(eos) if token is not None]
     if not eos:
@@ -1374,7 +1378,7 @@ def load(run, name):
     length = 1 + rope.get("original_max_position_embeddings", math.inf)
     if length > config.max_prompt_length + config.max_completion_length:
         length = 5  # some change all positions beyond the original length
-    obstacle = can_share_prompts(model, length)
+    obstacle = sharing_obstacle(model, length)
     if obstacle:
         print0(f"note: slower, as {type(model).__name__} shares no prompts: {obstacle}")
     run.share_prompts = not obstacle
@@ -1404,20 +1408,23 @@ def load(run, name):
                 return model.token_logprobs(*batch)
 
         run.reference = reference
+    gc.collect()  # the supervised model
     torch.cuda.empty_cache()
     run.micro_batch_tokens = config.micro_batch_tokens or fit_micro_batch(run)
-    size = run.policy.num_parameters()
-    print0(f"{name}: {size:,} parameters, {run.dtype} on {run.device}")
+    print0(
+        f"{name}: {run.policy.num_parameters():,} weights, {run.dtype}, {run.device}"
+    )
 
 
 def fit_micro_batch(run):
-    """Tokens of a micro-batch for which the memory beside the gradients is enough; a
-    token takes about 80 bytes for each unit of each layer. 2048 on a CPU."""
+    """Tokens of a micro-batch for which memory is left beside the gradients, at about
+    80 bytes for each unit of each layer; 2048 on a CPU."""
     if run.device.type == "cpu":
         return 2048
     shape = run.policy.config.get_text_config()
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.state)
+    free -= 2 * run.policy.num_parameters()  # which several processes gather
     tokens = int(0.8 * free / (80 * shape.hidden_size * shape.num_hidden_layers))
     print0(f"--micro-batch-tokens {tokens}: {free / 2**30:.1f} GiB are free for them")
     return max(tokens, 256)
@@ -1469,11 +1476,10 @@ def whole(tensor):
 
 def make_ready(run, model, dtype):
     """Give a model its dtype, `token_logprobs` as a method, and each rank its part.
-    FSDP2: ranks keep parts of the policy's float32 weights, gradients and moments, and
-    gather whole weights, in `run.dtype`, from a rollout to the end of an update; those
-    of the reference layer by layer."""
+    With FSDP2 a rank gathers all weights of the policy, in `run.dtype`, for a rollout
+    and an update, those of the reference layer by layer."""
     for param in model.parameters():  # a mapped file's memory would be slow: copy
-        param.data = param.data.to(dtype, copy=True)
+        param.data = param.data.to(dtype, copy=True).contiguous()
     model.token_logprobs = functools.partial(
         token_logprobs,
         model,
@@ -1494,12 +1500,13 @@ def make_ready(run, model, dtype):
 
 # ------------------------------------------------------------------------- checkpoints
 def open_output_dir(config):
-    """The run's folder, made unless it is to be resumed."""
+    """The run's folder and, in it, its options."""
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0])
-    if RANK == 0 and not config.resume:
+    if RANK == 0:
         output_dir.mkdir(parents=True, exist_ok=True)
-        with open(output_dir / "config.json", "x") as file:  # never over another run
+        mode = "w" if config.resume else "x"  # never over another run
+        with open(output_dir / "config.json", mode) as file:
             json.dump(vars(config), file, indent=2)
         (output_dir / "metrics.jsonl").touch()
     return output_dir
@@ -1518,7 +1525,9 @@ def save(run, name, with_optimizer=True):
     if WORLD_SIZE > 1:
         state = {}
         for key, tensor in model.state_dict().items():
-            state[key] = whole(tensor).to(run.dtype).cpu()
+            tensor = whole(tensor)
+            if RANK == 0:
+                state[key] = tensor.to(run.dtype).cpu()
     if RANK == 0:
         model.save_pretrained(partial, state_dict=state)
         run.tokenizer.save_pretrained(partial)
@@ -1529,7 +1538,7 @@ def save(run, name, with_optimizer=True):
     if RANK == 0:
         if with_optimizer:
             shutil.copy(run.output_dir / "metrics.jsonl", partial)
-        for file in partial.rglob("*.*"):  # what has its name must be on the disk
+        for file in partial.rglob("*.*"):  # on the disk before it has its name
             with open(file) as opened:
                 os.fsync(opened)
         partial.rename(run.output_dir / name)
@@ -1541,7 +1550,7 @@ def save(run, name, with_optimizer=True):
 
 def checkpoints(output_dir):
     """The checkpoint folders of a run, oldest first."""
-    return sorted(output_dir.glob("checkpoint-*"), key=lambda x: int(x.name[11:]))
+    return sorted(output_dir.glob("checkpoint-[0-9]*"), key=lambda x: int(x.name[11:]))
 
 
 @torch.no_grad()
@@ -1565,8 +1574,7 @@ def restore(run):
 
 # ------------------------------------------------------------- built-in task and model
 def arithmetic(model, seed):
-    """Rows of built-in arithmetic. Most of the tiny model's solutions are wrong:
-    supervised steps leave it much to learn."""
+    """Rows of built-in arithmetic; most `solution`s of the tiny model's are wrong."""
     rng = random.Random(seed)
     rows = []
     if model == "tiny":
@@ -1587,10 +1595,10 @@ def arithmetic(model, seed):
 
 
 def tiny_model(seed):
-    """A 2-layer Qwen2 with 135,168 random weights; its tokenizer has a token for each
-    character."""
-    # Qwen2's byte-level tokenizer without merges; Ġ and Ċ are its space and newline.
-    letters = "0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"
+    """A 2-layer Qwen2 with 135,168 random weights, and a tokenizer of characters."""
+    letters = (
+        "0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"  # Ġ space, Ċ newline
+    )
     tokens = ["<eos>", "<unk>", *letters]
     tokenizer = transformers.Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
@@ -1615,18 +1623,16 @@ def tiny_model(seed):
 
 
 # ------------------------------------------------------------------------ command line
-# What `--model tiny` changes; whatever the user types wins.
-TINY = dict(
+TINY = dict(  # what `--model tiny` changes; whatever the user types wins
     prompt_template="{question}",
     prompts_per_step=64,
     max_completion_length=8,
-    dtype="float32",
     micro_batch_tokens=16384,
     learning_rate=1e-3,
-    max_steps=240,
+    max_steps=200,
     sft_steps=250,
     sft_learning_rate=3e-3,
-    eval_every=120,
+    eval_every=100,
 )
 
 
@@ -1635,7 +1641,6 @@ def parse_args(argv=None):
     comments = dict(re.findall(r"(\w+): .*?  # (.*)", inspect.getsource(Config)))
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--option value ...]",
-        description="Train a language model with GRPO.",
         epilog=f"Rewards: {', '.join(REWARDS)}, FILE.py:FUNCTION, each [=WEIGHT].",
         argument_default=argparse.SUPPRESS,
     )
@@ -1685,9 +1690,6 @@ def main():
         sys.exit(f"grpo.py: {one_line(error)}")
     except ImportError as error:
         sys.exit(f"grpo.py: {one_line(error)}: pip install {error.name}")
-    except torch.OutOfMemoryError as error:
-        hint = "lower --micro-batch-tokens (update) or --prompts-per-step (sampling)"
-        sys.exit(f"grpo.py: out of memory: {hint}; {one_line(error)}")
     if dist.is_initialized():  # gloo's threads can abort an ordinary end
         dist.barrier()
         sys.stdout.flush()

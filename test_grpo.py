@@ -176,7 +176,7 @@ DIFFERENT = r"""
 1|11; 5|-5; 80|80000; 1,2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 pi|5; 5\pi|5
 3 million|3; 2 dozen|2; 50%|0.05; 0.5%|0.05; 1/0|1; 1/0|2/0; 1/0|0; (1,2)|(2,1)
 x=1, y=2|2; 18 or 20|18; 6xy|6; 3 AM|3 PM; 12 and a half|12; 1 2|12; |; \text{}|0
-\rightarrow|\leftarrow; 5 cm|5 cm^2; 5 cm|5 km; 5 more than x|5; 2 no solution|2
+\rightarrow|\leftarrow; 5 cm|5 cm^2; 5 cm|5 km; 1%|100; 5 more than x|5; 2 no solution|2
 """
 HOSTILE_TEXTS = r"""
 \boxed{ | 100_000
@@ -406,7 +406,7 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(loss_type, level, junk)
         loss, metrics = grpo.grpo_loss(
             *filled, mask, loss_type=loss_type, importance_sampling_level=level
         )
-        grads = torch.autograd.grad(loss, filled[:3])
+        grads = torch.autograd.grad(loss, [filled[0], filled[2]])
         results.append([loss, *grads, *metrics.values()])
     torch.testing.assert_close(*results)
 
@@ -503,8 +503,9 @@ def test_advantages_want_groups_and_an_end_for_each_reward():
             grpo.group_advantages(torch.zeros(num_rewards), num_generations)
     with pytest.raises(ValueError, match="unknown"):
         grpo.group_advantages(torch.zeros(4), 2, "x")
-    with pytest.raises(ValueError, match="longer"):
-        grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3)
+    for step_ends in ([[0], [1]], [[0], [1, 2]]):
+        with pytest.raises(ValueError, match="zip"):
+            grpo.process_advantages([[1.0, 2.0], [3.0]], step_ends, 2, 3)
 
 
 def test_pure_functions_leave_their_inputs_alone():
@@ -678,14 +679,14 @@ def test_only_models_that_bear_it_share_prompts(kind):
     model = tiny_model(kind)
     if kind == "phi":
         torch.nn.init.normal_(model.lm_head.bias)
-    assert bool(grpo.can_share_prompts(model)) == (kind in [*PLAIN, "mamba"])
+    assert bool(grpo.sharing_obstacle(model)) == (kind in [*PLAIN, "mamba"])
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "bert", "phi3"])
 def test_models_that_padding_or_later_tokens_change_are_refused(kind):
     options = dict(length=16) if kind == "phi3" else {}  # beyond this its angles change
     with pytest.raises(grpo.Error, match="padding or later tokens"):
-        grpo.can_share_prompts(tiny_model(kind), **options)
+        grpo.sharing_obstacle(tiny_model(kind), **options)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
@@ -695,7 +696,7 @@ def test_a_fault_of_the_device_is_no_property_of_the_model(error, monkeypatch):
 
     monkeypatch.setattr(grpo, "forward_with_cache", fail)
     with pytest.raises(error):
-        grpo.can_share_prompts(tiny_model("qwen2"))
+        grpo.sharing_obstacle(tiny_model("qwen2"))
 
 
 # --------------------------------------------------------------------------- sampling
@@ -1147,8 +1148,7 @@ def test_functions_of_any_shape_give_finite_numbers(
 
 # ----------------------------------------------------------------------------- options
 
-WRONG_OPTIONS = """prompts-per-step 0
-max-completion-length 0
+WRONG_OPTIONS = """num-generations 1
 max-prompt-length five
 temperature 0
 temperature nan
@@ -1240,7 +1240,8 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": "\ud800", "answer": "1"}
 {"prompt": "a", "answer": "\ud800"}
 {"prompt": "a", "answer": "1", "completions": 5}
-{"prompt": "a", "answer": "1", "steps": 5}"""
+{"prompt": "a", "answer": "1", "steps": 5}
+{"prompt": "a", "answer": "1", "unsafe_code": null}"""
 
 
 @pytest.mark.parametrize("line", WRONG_LINES.splitlines())
@@ -1421,7 +1422,7 @@ def too_many_steps(prompts, **columns):
 def a_hole(prompts, **columns):
     return [[None]] * 4
 """
-WRONG_REWARDS = re.findall(r"def (\w+)", MINE)[4:] + ["judges_none"]
+WRONG_REWARDS = re.findall(r"def (\w+)", MINE)[4:]
 
 
 @pytest.fixture
@@ -1453,6 +1454,7 @@ def test_what_is_not_judged_gets_the_mean_of_its_group_and_no_advantage(mine):
     assert grpo.group_advantages(rewards, 4)[[0, 3]].tolist() == [0.0, 0.0]
     rewards = score([f"{mine}:judges_some"], num_rows=2)[1]["reward"]
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert not score([f"{mine}:judges_none"])[1]["reward"].any()
 
 
 LINES = [  # completion, index of each step's last token
@@ -1496,6 +1498,62 @@ def test_a_reward_that_is_not_there_is_named(mine, spec):
     spec = spec.format(mine=mine)
     with pytest.raises(grpo.Error, match=f"--reward {spec}: .*accuracy, format, code"):
         grpo.load_rewards([spec])
+
+
+# -------------------------------------------------------------- rewards of the README
+
+README_SCORES = {  # reward: completion, other columns, score
+    "short_and_right": ("so 42", dict(answer="42", completion_ids=[1, 2]), 0.998),
+    "language": ("so x = 因此 5", dict(), 0.6),
+    "step": ("", dict(steps=["3+4=7", "7 * 5 = 36", "so"]), [1.0, 0.0, 0.5]),
+    "math": ("$1 + x$", dict(answer="x+1"), 1.0),
+}
+REPLIES = {
+    "Score: 7": 0.7,
+    "**Score: 7/10**": 0.7,
+    "Score: 7.": 0.7,
+    "<think>Score: 1</think>Score: 7": 0.7,
+    "Score: 12": 1.0,
+    "seven": None,
+}
+
+
+@pytest.fixture
+def readme(tmp_path):
+    """The path of the file of rewards that the README shows."""
+    text = Path(grpo.__file__).with_name("README.md").read_text()
+    (block,) = re.findall(r"```python\n# rewards.py\n(.*?)```", text, re.DOTALL)
+    path = tmp_path / "rewards.py"
+    path.write_text(block)
+    return path
+
+
+@pytest.mark.parametrize("name", README_SCORES)
+def test_rewards_of_the_readme(readme, name):
+    if name == "math":
+        pytest.importorskip("math_verify")
+    completion, columns, expected = README_SCORES[name]
+    ((reward, _),) = grpo.load_rewards([f"{readme}:{name}"]).values()
+    columns = {column: [value] for column, value in columns.items()}
+    (score,) = reward(prompts=[""], completions=[completion], **columns)
+    assert score == pytest.approx(expected)
+
+
+def test_the_judge_of_the_readme(readme, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    judge = grpo.load_rewards([f"{readme}:judge"])["judge"][0]
+    for reply, score in REPLIES.items():
+        choice = dict(message=dict(content=reply))
+        body = json.dumps(dict(choices=[choice])).encode()
+        answers = mock.Mock(side_effect=[OSError("busy"), io.BytesIO(body)])
+        monkeypatch.setattr("urllib.request.urlopen", answers)
+        assert judge(prompts=["q"], completions=["a"]) == [score]
+        (request,), _ = answers.call_args
+        assert request.full_url.endswith("/v1/chat/completions")
+    answers = mock.Mock(side_effect=OSError("down"))
+    monkeypatch.setattr("urllib.request.urlopen", answers)
+    assert judge(prompts=["q"], completions=["a"]) == [None]
+    assert answers.call_count == 5
 
 
 # ------------------------------------------------------------------------- code reward
@@ -1856,8 +1914,8 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW + "    time.sleep(60)")
     options = f"{QUICK} --eval-every 0 --reward {tmp_path}/slow.py:slow"
     process = start(options, "--output-dir", tmp_path)
-    for word in ("asked", "SIGTERM"):
-        while word not in process.stdout.readline() and process.poll() is None:
+    for pipe, word in ((process.stdout, "asked"), (process.stderr, "SIGTERM")):
+        while word not in pipe.readline() and process.poll() is None:
             pass
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == -signal.SIGTERM
@@ -1877,7 +1935,6 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --resume {folder}/none | config.json
 --resume {folder} | no checkpoint
 --chat-template on | --chat-template
---num-generations 1 | no groups of 1
 --prompts-per-step 5000 | prompts-per-step
 --max-prompt-length 2 | only 0 rows
 --data {folder}/no-answers.jsonl --reward format --sft-steps 1 | only 0 rows"""
@@ -1925,7 +1982,7 @@ def gradients(obstacle, options):
     """Of one update on 4 prompts, of which this process has its part."""
     config = grpo.Config(micro_batch_tokens=20, max_completion_length=6, **options)
     run = SimpleNamespace(config=config, device=grpo.join_ranks())
-    with mock.patch.object(grpo, "can_share_prompts", return_value=obstacle):
+    with mock.patch.object(grpo, "sharing_obstacle", return_value=obstacle):
         grpo.load(run, "tiny")
     if run.reference:
         other = grpo.tiny_model(1)[0].to(run.device).requires_grad_(False)
