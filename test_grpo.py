@@ -497,6 +497,12 @@ def test_process_advantages_are_those_of_the_loops(scale_rewards):
     assert found.flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def test_one_step_each_is_supervision_of_the_outcome():
+    found = grpo.process_advantages([[1.0], [0.0]], [[2], [2]], 2, 3)
+    outcome = grpo.group_advantages(torch.tensor([1.0, 0.0]), 2)
+    assert torch.equal(found, outcome[:, None].expand(2, 3))
+
+
 def test_advantages_want_groups_and_an_end_for_each_reward():
     for num_rewards, num_generations in ((4, 1), (4, 0), (5, 2), (4, 8)):
         with pytest.raises(ValueError, match="groups"):
@@ -1825,7 +1831,9 @@ def test_lora_trains_adapters_alone(tmp_path, varied, start):
     train(tmp_path / "first", QUICK)
     base = tmp_path / "first" / "checkpoint-3"
     start = start.format(model=base)
-    options = f"--prompt-template {{question}} --learning-rate 0.01 {start}"
+    options = (
+        f"--prompt-template {{question}} --learning-rate 0.01 --dtype float32 {start}"
+    )
     options += " --max-completion-length 8"
     train(tmp_path / "run", QUICK, varied, options, "--lora-rank 2")
     if "model" not in start:
