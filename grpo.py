@@ -818,26 +818,23 @@ def set_up(config):
     """(run, rows to train on, rows held out), after the supervised steps."""
     if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
         raise Error("several processes share --prompts-per-step evenly, without LoRA")
-    device = join_ranks()
-    rewards = load_rewards(config.reward, config.unsafe_code)
-    judges_answers = accuracy_reward in [function for function, _ in rewards.values()]
+    run = SimpleNamespace(config=config, device=join_ranks())
+    run.stop = ""  # the signal that this process has had
+    run.rewards = load_rewards(config.reward, config.unsafe_code)
+    run.needs_answer = "accuracy" in run.rewards
     if config.data:
-        train_rows = read_rows(config.data, judges_answers)
+        train_rows = read_rows(config.data, run.needs_answer)
     else:
         train_rows = arithmetic(config.model, config.seed)
     if config.eval_data:
-        eval_rows = read_rows(config.eval_data, judges_answers)
+        eval_rows = read_rows(config.eval_data, run.needs_answer)
     else:
         held_out = min(64, len(train_rows) // 10)
         eval_rows, train_rows = train_rows[:held_out], train_rows[held_out:]
-    output_dir = open_output_dir(config)
-    run = SimpleNamespace(config=config, device=device, output_dir=output_dir)
-    run.rewards = rewards  # {name: (function, weight)}
-    run.asks_for_box = judges_answers
-    run.stop = ""  # the signal that this process has had
+    run.output_dir = open_output_dir(config)
     start = config.model
     if config.sft_steps:  # GRPO starts from what this leaves, and so does its reference
-        start = str((output_dir / "sft").absolute())
+        start = str((run.output_dir / "sft").absolute())
         if not Path(start).exists():
             sft(run, train_rows)
     load(run, start)
@@ -1073,7 +1070,7 @@ BOXED = "{question}\nReason step by step, and put your final answer within \\box
 def encode_prompts(rows, run):
     """Rows with "prompts" (rendered), "prompt_ids" and "messages", if not too long."""
     config, tokenizer = run.config, run.tokenizer
-    template = config.prompt_template or (BOXED if run.asks_for_box else "{question}")
+    template = config.prompt_template or (BOXED if run.needs_answer else "{question}")
 
     def encode(row, chat):
         messages = row["prompt"]
@@ -1234,7 +1231,7 @@ def answers_match(answer, gold):
     number, percent, unit, text = read_answer(answer or "")
     gold_number, gold_percent, gold_unit, gold_text = read_answer(gold or "")
     if number is None or gold_number is None:
-        return text == gold_text != ""
+        return text != "" and text == gold_text
     scale = 1
     if percent != gold_percent:  # 50% is 50 or 0.5
         scale = 100 if percent else Fraction(1, 100)
@@ -1374,10 +1371,12 @@ def load(run, name):
     auto = "bfloat16" if run.device.type == "cuda" else "float32"
     run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
     model, run.tokenizer, run.eos_token_ids = load_model(name, run.device, config.seed)
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    length = 1 + rope.get("original_max_position_embeddings", math.inf)
+    shape = model.config.get_text_config()
+    limit = getattr(shape, "max_position_embeddings", math.inf)
+    rope = getattr(shape, "rope_parameters", None) or {}
+    length = 1 + rope.get("original_max_position_embeddings", limit)
     if length > config.max_prompt_length + config.max_completion_length:
-        length = 5  # some change all positions beyond the original length
+        length = 5  # some models change all positions beyond that length
     obstacle = sharing_obstacle(model, length)
     if obstacle:
         print0(f"note: slower, as {type(model).__name__} shares no prompts: {obstacle}")

@@ -1315,7 +1315,7 @@ def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
         config=grpo.Config(**options),
         tokenizer=tokenizer,
         eos_token_ids=[tokenizer.convert_tokens_to_ids(eos)],
-        asks_for_box=False,
+        needs_answer=False,
     )
     rows = grpo.encode_prompts([dict(prompt=prompt) for prompt in prompts], run)
     for row in rows:
@@ -1776,6 +1776,23 @@ ARCHITECTURES = dict(
     gemma2=SMALL | HEADS | dict(intermediate_size=48),  # with capped logits
     mamba=SMALL | dict(state_size=4),  # whose cache is no keys and values
 )
+
+
+def test_rotary_angles_that_depend_on_the_length_are_refused_where_it_is_reached(
+    tmp_path,
+):
+    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+    options = dict(rope_parameters=rope, initializer_range=0.3)
+    options |= SMALL | HEADS | dict(max_position_embeddings=16, intermediate_size=48)
+    save_model(tmp_path, "llama", **options)
+    for length, refused in ((8, False), (9, True)):
+        config = grpo.Config(max_prompt_length=8, max_completion_length=length)
+        run = SimpleNamespace(config=config, device=torch.device("cpu"))
+        if refused:
+            with pytest.raises(grpo.Error, match="padding or later tokens"):
+                grpo.load(run, str(tmp_path))
+        else:
+            grpo.load(run, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
