@@ -389,7 +389,7 @@ def generate(
             cache.batch_repeat_interleave(num_generations)
         sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
         completion_ids[rows, i] = sampled
-        finished = finished | torch.isin(sampled, eos)
+        finished = torch.isin(sampled, eos)  # as is what fills a finished row
         if i % look_every == 0:
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:

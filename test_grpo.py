@@ -782,6 +782,15 @@ def test_samples_come_from_the_policy(kind, sampler):
 
 
 @pytest.mark.parametrize("kind, sampler", SAMPLERS)
+def test_the_whole_vocabulary_is_sampled_from(kind, sampler):
+    """Not transformers' 50 most probable words; a right sampler never fails this."""
+    model = tiny_model(kind, vocab_size=100, initializer_range=0.01)
+    prompt_ids, prompt_mask, *_ = ragged_batch()
+    ids = sampler(model, prompt_ids, prompt_mask, 2000, 1, [1])
+    assert len(ids.unique()) > 90
+
+
+@pytest.mark.parametrize("kind, sampler", SAMPLERS)
 def test_greedy_completions_are_those_of_transformers_without_padding(kind, sampler):
     model = tiny_model(kind)
     prompt_ids, prompt_mask, *_ = ragged_batch()
