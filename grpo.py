@@ -451,7 +451,7 @@ def head_logprobs(hidden, weight, ids, temperature):
     their logits again, so that all (M, V) of them are never in memory."""
 
     def of_some(hidden, ids):
-        logits = (hidden @ weight.t()).float() / temperature
+        logits = ((hidden / temperature) @ weight.t()).float()
         return -F.cross_entropy(logits, ids, reduction="none")
 
     size = max(1, LOGITS_AT_ONCE // len(weight))
