@@ -625,7 +625,7 @@ def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature):
         grads = torch.autograd.grad(loss, params, materialize_grads=True)
         results.append([logp, *grads])
     for found in results[1:]:
-        torch.testing.assert_close(found, results[0], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(found, results[0], atol=5e-4, rtol=1e-3)
         assert found[0].dtype == torch.float32
     torch.testing.assert_close(batch, before)
 
