@@ -411,6 +411,14 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(loss_type, level, junk)
     torch.testing.assert_close(*results)
 
 
+def test_old_log_probs_bear_no_gradient():
+    logp, _, _, advantages, mask = random_batch()
+    logp.requires_grad_()
+    losses = [grpo.grpo_loss(logp, x, None, advantages, mask)[0] for x in (None, logp)]
+    grads = [torch.autograd.grad(loss, logp)[0] for loss in losses]
+    assert torch.equal(*grads) and grads[0].any()
+
+
 @variants
 def test_a_batch_that_is_all_masked_gives_zero(loss_type, level):
     *inputs, mask = random_batch()
@@ -1953,6 +1961,13 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
             pass
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == -signal.SIGTERM
+
+
+def test_ctrl_c_while_importing_says_one_line():
+    process = start()
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == "grpo.py: interrupted\n"
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, varied):
