@@ -37,9 +37,7 @@ import copy
 import dataclasses
 import functools
 import gc
-import importlib
 import inspect
-import io
 import json
 import math
 import os
@@ -62,9 +60,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
 
-if __name__ == "__main__":  # Ctrl-C before training: one line instead of a traceback
-    signal.signal(signal.SIGINT, lambda *_: sys.exit("grpo.py: interrupted"))
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -72,7 +67,6 @@ import transformers
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -80,8 +74,8 @@ from transformers.utils import find_adapter_config_file
 
 RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
-LOGITS_AT_ONCE = 2**25  # in float32: 128 MiB
-WEIGHTS_AT_ONCE = 2**26 if torch.cuda.is_available() else 2**18  # fits a CPU's cache
+# Elements that large tensors are worked on at once: on a CPU they fit its cache.
+AT_ONCE = 2**25 if torch.cuda.is_available() else 2**19
 
 
 class Error(Exception):
@@ -97,7 +91,7 @@ class Config:
     model: str = "tiny"  # Hub name or folder of a causal language model
     data: str = ""  # JSONL file or Hub data set NAME[:CONFIG[:SPLIT]]; else sums
     eval_data: str = ""  # held-out prompts; else a tenth of the data, at most 64
-    reward: tuple = ("accuracy",)  # one or more of those below (default: accuracy)
+    reward: tuple = ("accuracy",)  # accuracy, format, code, FILE.py:FUNCTION [=WEIGHT]
     unsafe_code: bool = False  # the code reward without bubblewrap: it can do anything
     chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
     prompt_template: str = ""  # text around {question}; else asks for \boxed{}
@@ -363,12 +357,10 @@ def generate(
     `DynamicCache` of transformers."""
     device = prompt_ids.device
     eos = torch.tensor(eos_token_ids, device=device)
-    rows = torch.arange(
-        len(prompt_ids) * num_generations, device=device
-    )  # not finished
-    finished = torch.zeros_like(rows, dtype=torch.bool)
-    shape = len(rows), max_completion_length
+    shape = len(prompt_ids) * num_generations, max_completion_length
     completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
+    rows = torch.arange(shape[0], device=device)  # those that are not finished
+    finished = torch.zeros_like(rows, dtype=torch.bool)
     # To look which rows have finished makes the host wait for a GPU.
     look_every = 16 if prompt_ids.is_cuda else 1
     cache = DynamicCache(config=model.config)
@@ -445,18 +437,35 @@ def generate_with_transformers(
     return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=eos_token_ids[0])
 
 
-def head_logprobs(hidden, weight, ids, temperature):
-    """log softmax(hidden @ weight.T / temperature) at `ids`: (M,) float32.
-    hidden: (M, H), weight: (V, H), ids: (M,). Some tokens at a time; backward computes
-    their logits again, so that all (M, V) of them are never in memory."""
+class LogNormaliser(torch.autograd.Function):
+    """log of the sum of exp(hidden @ weight.T): (M, H), (V, H) -> (M,) float32.
+    Some rows of `weight` at a time, whose logits backward computes again: all (M, V) of
+    them are never in memory."""
 
-    def of_some(hidden, ids):
-        logits = ((hidden / temperature) @ weight.t()).float()
-        return -F.cross_entropy(logits, ids, reduction="none")
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.size = max(1, AT_ONCE // max(1, len(hidden)))
+        log_z = torch.tensor(-math.inf, device=hidden.device)
+        for rows in weight.split(ctx.size):
+            logits = (hidden @ rows.t()).float()
+            log_z = torch.logaddexp(log_z, logits.logsumexp(1))
+        ctx.save_for_backward(hidden, weight, log_z)
+        return log_z
 
-    size = max(1, LOGITS_AT_ONCE // len(weight))
-    parts = zip(hidden.split(size), ids.split(size))
-    return torch.cat([checkpoint(of_some, *x, use_reentrant=False) for x in parts])
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, log_z = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight)
+        parts = zip(weight.split(ctx.size), grad_weight.split(ctx.size))
+        for rows, grad_rows in parts:
+            logits = (hidden @ rows.t()).float()
+            softmax = logits.sub_(log_z[:, None]).exp_()  # the gradient of log_z
+            grad_logits = softmax.mul_(grad[:, None]).to(rows.dtype)
+            grad_hidden += grad_logits @ rows
+            if ctx.needs_input_grad[1]:  # not with LoRA
+                torch.mm(grad_logits.t(), hidden, out=grad_rows)
+        return grad_hidden.to(hidden.dtype), grad_weight
 
 
 def token_logprobs(
@@ -474,9 +483,9 @@ def token_logprobs(
     The model is in eval mode; its logits are divided by `temperature`, as in sampling.
     `share_prompts` runs each prompt once and its completions on G copies of its
     key-value cache, through which gradients flow: only for models without
-    `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`, `F`,
-    `forward_with_cache`, `head_logprobs`, `LOGITS_AT_ONCE`, `checkpoint` of torch and
-    `DynamicCache` of transformers."""
+    `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`,
+    `forward_with_cache`, `LogNormaliser`, `AT_ONCE`, `math`, `F` and `DynamicCache` of
+    transformers."""
     num_generations = len(completion_ids) // len(prompt_ids)
     length = completion_ids.shape[1]
     ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
@@ -504,8 +513,10 @@ def token_logprobs(
             cache.batch_repeat_interleave(num_generations)
             rest = forward_with_cache(model, inputs, attention_mask, cache)
             hidden = torch.cat([hidden, rest], 1)  # (N, C, H)
-        weight = model.get_output_embeddings().weight
-        logp = head_logprobs(hidden[completion_mask], weight, ids, temperature)
+        hidden = hidden[completion_mask] / temperature  # (M, H)
+        weight = model.get_output_embeddings().weight  # (V, H)
+        logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))
+        logp = logits.float() - LogNormaliser.apply(hidden, weight)
     zeros = logp.new_zeros(completion_mask.shape)
     return zeros.masked_scatter(completion_mask, logp)
 
@@ -527,12 +538,12 @@ def sharing_obstacle(model, length=5):
     its logits, Cohere scales them, some layers bear no shared cache. `length` is that
     of a prompt. Raises `Error` where padding or later tokens change a log-prob."""
     embeddings = model.get_input_embeddings().weight
+    device = embeddings.device
 
     def compute(prompts, completions, share_prompts):
         """Log-probs of the last completion, gradients of the embeddings."""
-        prompts = pad(prompts, "left", model.device)
-        completions = pad(completions, "right", model.device)
-        logp = token_logprobs(model, *prompts, *completions, 1.0, share_prompts)
+        batch = *pad(prompts, "left", device), *pad(completions, "right", device)
+        logp = token_logprobs(model, *batch, share_prompts=share_prompts)
         (grad,) = torch.autograd.grad(logp.sum(), embeddings)
         return logp[-1, :2].detach(), grad
 
@@ -589,7 +600,6 @@ class MasterAdamW:
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in grads]
         norm = whole(torch.stack(norms).norm()).item()
         if not math.isfinite(norm):
-            self.model.zero_grad()
             raise Error(f"the gradient's norm is {norm}; the weights are as before")
         scale = min(1.0, (max_grad_norm or math.inf) / (norm + 1e-6))
         self.num_steps += 1
@@ -599,7 +609,7 @@ class MasterAdamW:
         for param in params:
             tensors = [param, param.grad, *self.state[param]]
             param.grad = None
-            parts = [local(x).view(-1).split(WEIGHTS_AT_ONCE) for x in tensors]
+            parts = [local(x).view(-1).split(AT_ONCE) for x in tensors]
             for weight, grad, exp_avg, exp_avg_sq, *lower in zip(*parts):
                 grad = grad.float() * scale
                 exp_avg.lerp_(grad, 1 - beta1)
@@ -647,14 +657,15 @@ def take_rows(batch, rows):
     """Rows (prompts, completions of each) of a batch, without columns of padding."""
     prompt_ids, prompt_mask, completion_ids, mask = batch
     prompts = rows[:, 0] // (len(mask) // len(prompt_ids))
+    completions = rows.flatten()
     left = prompt_mask[prompts].any(0)
-    right = mask[rows.flatten()].any(0)
+    right = mask[completions].any(0)
     right[:2] = True  # with one token only, a rank would run fewer passes than others
     return (
         prompt_ids[prompts][:, left],
         prompt_mask[prompts][:, left],
-        completion_ids[rows.flatten()][:, right],
-        mask[rows.flatten()][:, right],
+        completion_ids[completions][:, right],
+        mask[completions][:, right],
     )
 
 
@@ -725,16 +736,14 @@ def train(config):
     heed_signals(run)
     if config.eval_every and step == 0:
         evaluate(run, eval_rows, 0)
-    bar = "{percentage:.0f}% {n}/{total} [{elapsed}<{remaining}{postfix}]"
-    pbar = tqdm(total=config.max_steps, initial=step, bar_format=bar, disable=RANK > 0)
+    pbar = tqdm(total=config.max_steps, initial=step, disable=RANK > 0)
     try:
         while step < config.max_steps and not stop:
             record = train_step(run, train_rows, step + 1)
             step += 1
             num_updates = run.optimizer.num_steps
             log(run, record)
-            shown = "reward", "kl", "completion_length"
-            pbar.set_postfix({name: record[name] for name in shown})
+            pbar.set_postfix(reward=record["reward"], kl=record["kl"])
             pbar.update()
             stop = max(all_gather(run.stop))  # a signal to any rank stops them all
             is_last = step == config.max_steps
@@ -860,7 +869,6 @@ def sft(run, rows):
             ids = run.tokenizer.encode(str(solution), add_special_tokens=False)
             if 0 < len(ids) < config.max_completion_length:
                 examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
-    print0(f"{len(examples)} of {len(rows)} rows have a solution that is not too long")
     progress = tqdm(range(config.sft_steps), "supervised", disable=RANK > 0)
     for i in progress:
         mine = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
@@ -908,7 +916,7 @@ def score_completions(run, rows, batch):
     try:
         for name, (function, weight) in run.rewards.items():
             values = function(**copy.deepcopy(columns))
-            if isinstance(values, (dict, set, str)) or len(values) != len(texts):
+            if not isinstance(values, list) or len(values) != len(texts):
                 raise ValueError(f"it takes a list of {len(texts)} values")
             means = torch.full((len(texts),), math.nan, dtype=torch.float64)
             for i, value in enumerate(values):
@@ -943,8 +951,8 @@ def split_steps(tokenizer, ids):
     """The non-blank lines of a completion -> [(text, index of its last token), …]."""
     steps = []
     start = 0
-    for i, piece in enumerate(tokenizer.batch_decode([[token] for token in ids])):
-        if "\n" in piece or i == len(ids) - 1:
+    for i, token in enumerate(ids):
+        if ends_line(tokenizer, token) or i == len(ids) - 1:
             text = tokenizer.decode(ids[start : i + 1], skip_special_tokens=True)
             if text.strip():
                 steps.append((text.strip(), i))
@@ -952,6 +960,12 @@ def split_steps(tokenizer, ids):
     if steps:
         steps[-1] = (steps[-1][0], len(ids) - 1)
     return steps
+
+
+@functools.cache
+def ends_line(tokenizer, token):
+    """Whether there is a line break in a token."""
+    return "\n" in tokenizer.decode([token])
 
 
 def evaluate(run, rows, step):
@@ -1026,12 +1040,14 @@ def read_rows(source, needs_answer):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
     `prompt`, `question` or `problem`, text or chat messages, becomes "prompt", `answer`
     or `solution` "answer"; other columns stay for the reward functions."""
-    if source.endswith((".jsonl", ".json")) or Path(source).is_file():
+    if source.endswith((".jsonl", ".json")):
         lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
     else:
-        name, config, split = (source.split(":") + [None, None])[:3]
-        datasets = importlib.import_module("datasets")
-        lines = datasets.load_dataset(name, config, split=split or "train")
+        name, _, options = source.partition(":")
+        config, _, split = options.partition(":")
+        import datasets
+
+        lines = datasets.load_dataset(name, config or None, split=split or "train")
     rows = []
     for number, line in enumerate(lines, 1):
         if not line:
@@ -1044,7 +1060,7 @@ def read_rows(source, needs_answer):
                 (message["role"] + message["content"]).encode()  # no lone surrogates
             answer = row.get("answer", row.get("solution"))
             if needs_answer:
-                "".join(gold_answers(answer)).encode()
+                gold_answers(answer)
             if GIVEN & row.keys():
                 raise ValueError(f"rewards are given {GIVEN}: rename these columns")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -1097,14 +1113,12 @@ def encode_prompts(rows, run):
             chat = chat_template_fits(tokenizer, run.eos_token_ids)
         encoded = [encode(row, chat) for row in rows]
     except Exception as error:  # whatever a template raises
-        if config.chat_template == "on":
-            raise Error(f"--chat-template on: {one_line(error)}") from None
-        print0(f"note: plain prompts, as the chat template fails: {one_line(error)}")
-        encoded = [encode(row, chat=False) for row in rows]
+        raise Error(f"{one_line(error)}: see --chat-template") from error
     names = dict.fromkeys(name for row in encoded for name in row)  # for the rewards
-    longest = config.max_prompt_length
-    fits = [0 < len(row["prompt_ids"]) <= longest for row in encoded]
-    kept = [{**names, **row} for row, fit in zip(encoded, fits) if fit]
+    kept = []
+    for row in encoded:
+        if 0 < len(row["prompt_ids"]) <= config.max_prompt_length:
+            kept.append({**names, **row})
     print0(f"{len(kept)} of {len(rows)} prompts are neither empty nor too long")
     return kept
 
@@ -1265,7 +1279,8 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
         if test is None:
             return None
         blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
-        python = [code for x, code in blocks if "python3".startswith(x.lower())]
+        languages = "", "python", "python3", "py"
+        python = [code for name, code in blocks if name.lower() in languages]
         return float(bool(python) and run_tests(python[-1], test, unsafe_code))
 
     with ThreadPoolExecutor() as pool:
@@ -1318,11 +1333,12 @@ REWARDS = dict(accuracy=accuracy_reward, format=format_reward, code=code_reward)
 def load_rewards(specs, unsafe_code=False):
     """{name: (function, weight)} of `NAME[=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
     rewards = {}
+    code = functools.partial(code_reward, unsafe_code=unsafe_code)
     for spec in specs:
         target, _, weight = spec.partition("=")
         path, _, name = target.rpartition(":")
         try:
-            scope = REWARDS
+            scope = dict(REWARDS, code=code)
             if path:
                 sys.path.insert(0, str(Path(path).parent))  # it may import neighbours
                 scope = runpy.run_path(path)
@@ -1330,10 +1346,8 @@ def load_rewards(specs, unsafe_code=False):
         except (Exception, SystemExit) as error:
             known = f"it takes {', '.join(REWARDS)} or FILE.py:FUNCTION, each [=WEIGHT]"
             raise Error(f"--reward {spec}: {error!r}; {known}") from error
-        if target == "code":
-            function = functools.partial(code_reward, unsafe_code=unsafe_code)
-            rewards[name] = function, rewards[name][1]
-            if not unsafe_code and not (shutil.which("bwrap") and run_tests("", "")):
+        if target == "code" and not unsafe_code:
+            if not (shutil.which("bwrap") and run_tests("", "")):
                 raise Error("install the package bubblewrap, or give --unsafe-code")
     if len(rewards) < len(specs):
         raise Error("--reward: a name twice")
@@ -1351,7 +1365,7 @@ def load_model(name, device, seed):
         loader = AutoModelForCausalLM
         is_adapter = find_adapter_config_file(name)
         if is_adapter:
-            loader = importlib.import_module("peft").AutoPeftModelForCausalLM
+            from peft import AutoPeftModelForCausalLM as loader
         model = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
         if is_adapter:
             model = model.merge_and_unload().requires_grad_(True)
@@ -1372,9 +1386,8 @@ def load(run, name):
     run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
     model, run.tokenizer, run.eos_token_ids = load_model(name, run.device, config.seed)
     shape = model.config.get_text_config()
-    limit = getattr(shape, "max_position_embeddings", math.inf)
     rope = getattr(shape, "rope_parameters", None) or {}
-    length = 1 + rope.get("original_max_position_embeddings", limit)
+    length = 1 + rope.get("original_max_position_embeddings", math.inf)
     if length > config.max_prompt_length + config.max_completion_length:
         length = 5  # some models change all positions beyond that length
     obstacle = sharing_obstacle(model, length)
@@ -1386,7 +1399,8 @@ def load(run, name):
         run.generate = functools.partial(generate_with_transformers, static=True)
     run.lora = None
     if config.lora_rank:
-        peft = importlib.import_module("peft")
+        import peft
+
         rank = config.lora_rank
         lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         run.lora = peft.get_peft_model(model, lora)  # puts the adapters into the model
@@ -1395,16 +1409,17 @@ def load(run, name):
     run.optimizer = MasterAdamW(model)
     run.reference = None
     if config.beta:
-        frozen = contextlib.nullcontext
+        frozen = model
+        without_adapter = contextlib.nullcontext
         if run.lora:
-            frozen = run.lora.disable_adapter
+            without_adapter = run.lora.disable_adapter
         else:
-            model, _, _ = load_model(name, run.device, config.seed)
-            make_ready(run, model.requires_grad_(False), run.dtype)
+            frozen, _, _ = load_model(name, run.device, config.seed)
+            make_ready(run, frozen.requires_grad_(False), run.dtype)
 
         def reference(*batch):
-            with torch.no_grad(), frozen():
-                return model.token_logprobs(*batch)
+            with torch.no_grad(), without_adapter():
+                return frozen.token_logprobs(*batch)
 
         run.reference = reference
     gc.collect()  # the supervised model
@@ -1424,9 +1439,10 @@ def fit_micro_batch(run):
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.state)
     free -= 2 * run.policy.num_parameters()  # which several processes gather
-    tokens = int(0.8 * free / (80 * shape.hidden_size * shape.num_hidden_layers))
+    tokens = 0.8 * free / (80 * shape.hidden_size * shape.num_hidden_layers)
+    tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
     print0(f"--micro-batch-tokens {tokens}: {free / 2**30:.1f} GiB are free for them")
-    return max(tokens, 256)
+    return tokens
 
 
 # ------------------------------------------------------------------- several processes
@@ -1628,7 +1644,6 @@ TINY = dict(  # what `--model tiny` changes; whatever the user types wins
     max_completion_length=8,
     micro_batch_tokens=16384,
     learning_rate=1e-3,
-    max_steps=200,
     sft_steps=250,
     sft_learning_rate=3e-3,
     eval_every=100,
@@ -1640,7 +1655,6 @@ def parse_args(argv=None):
     comments = dict(re.findall(r"(\w+): .*?  # (.*)", inspect.getsource(Config)))
     parser = argparse.ArgumentParser(
         usage="python grpo.py [--option value ...]",
-        epilog=f"Rewards: {', '.join(REWARDS)}, FILE.py:FUNCTION, each [=WEIGHT].",
         argument_default=argparse.SUPPRESS,
     )
     for field in dataclasses.fields(Config):
@@ -1666,29 +1680,16 @@ def parse_args(argv=None):
     return Config(**{**options, **typed})
 
 
-class Stream(io.TextIOWrapper):
-    """A stream whose reader may go away: what is written is lost, the run goes on."""
-
-    def write(self, text):
-        with contextlib.suppress(OSError):
-            super().write(text)
-            super().flush()
-
-    def flush(self):
-        """`write` has done it."""
-
-
 def main():
     """The command line."""
-    sys.stdout = Stream(sys.stdout.buffer, errors="backslashreplace")
-    sys.stderr = Stream(sys.stderr.buffer, errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     transformers.utils.logging.disable_progress_bar()
     try:
         train(parse_args())
-    except (Error, OSError, ValueError) as error:
+    except ModuleNotFoundError as error:
+        sys.exit(f"grpo.py: {error}: pip install {error.name}")
+    except (Error, OSError, ValueError, ImportError, KeyboardInterrupt) as error:
         sys.exit(f"grpo.py: {one_line(error)}")
-    except ImportError as error:
-        sys.exit(f"grpo.py: {one_line(error)}: pip install {error.name}")
     if dist.is_initialized():  # gloo's threads can abort an ordinary end
         dist.barrier()
         sys.stdout.flush()

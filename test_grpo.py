@@ -638,17 +638,19 @@ def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature):
     torch.testing.assert_close(batch, before)
 
 
-def test_head_log_probs_go_through_the_vocabulary_in_parts(monkeypatch):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_normaliser_goes_through_the_vocabulary_in_parts(frozen, monkeypatch):
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 6).double(), torch.randn(30, 6).double()
-    ids, scale = torch.randint(0, 30, (7,)), torch.randn(7)
-    inputs = hidden.requires_grad_(), weight.requires_grad_()
-    plain = (hidden @ weight.t() / 0.7).log_softmax(1)[torch.arange(7), ids]
-    expected = plain.float(), *torch.autograd.grad((plain * scale).sum(), inputs)
+    scale = torch.randn(7)
+    weight.requires_grad_(not frozen)
+    inputs = [x for x in (hidden.requires_grad_(), weight) if x.requires_grad]
+    log_z = (hidden @ weight.t()).exp().sum(1).log()
+    expected = log_z.float(), *torch.autograd.grad((log_z * scale).sum(), inputs)
     for size in (1, 40, 64, 10_000):  # from a word at a time to all at once
-        monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", size)
-        logp = grpo.head_logprobs(*inputs, ids, 0.7)
-        found = logp, *torch.autograd.grad((logp * scale).sum(), inputs)
+        monkeypatch.setattr(grpo, "AT_ONCE", size)
+        log_z = grpo.LogNormaliser.apply(hidden, weight)
+        found = log_z, *torch.autograd.grad((log_z * scale).sum(), inputs)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -665,7 +667,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch):
-    monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", 1000)
+    monkeypatch.setattr(grpo, "AT_ONCE", 1000)
     model, batch = tiny_model("qwen2", vocab_size=500), ragged_batch(8)
     assert batch[-1].sum() > 32  # more logits than the output layer has weights
     with LargestTensor() as largest:
@@ -894,7 +896,7 @@ def test_rows_are_taken_without_columns_of_padding():
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0])
 def test_steps_and_clipping_are_those_of_torch(scale, monkeypatch):
-    monkeypatch.setattr(grpo, "WEIGHTS_AT_ONCE", 100)
+    monkeypatch.setattr(grpo, "AT_ONCE", 100)
     model = tiny_model("qwen2")
     other = copy.deepcopy(model)
     ours = grpo.MasterAdamW(model)
@@ -1099,7 +1101,6 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_leaves_the_weights(advant
     with pytest.raises(grpo.Error, match="weights are as before"):
         grpo.update(make_run(model), 1e-3, ragged_batch(), advantages)
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
-    assert all(param.grad is None for param in model.parameters())
 
 
 # ---------------------------------------------------------------------------- pasting
@@ -1261,7 +1262,6 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": "a", "answer": ["1", ""]}
 {"prompt": "a", "solution": "so \\boxed{1"}
 {"prompt": "\ud800", "answer": "1"}
-{"prompt": "a", "answer": "\ud800"}
 {"prompt": "a", "answer": "1", "completions": 5}
 {"prompt": "a", "answer": "1", "steps": 5}
 {"prompt": "a", "answer": "1", "unsafe_code": null}"""
@@ -1311,7 +1311,6 @@ TEMPLATES = [  # template, EOS, --chat-template, prompt
     (CHATML, "<|im_end|>", "auto", ASKED),
     (CHATML, "<|im_end|>", "off", "1+1="),
     (CHATML, "<eos>", "on", ASKED),
-    (RAISING, "<|im_end|>", "auto", "1+1="),
 ]
 
 
@@ -1342,16 +1341,16 @@ def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
 
 @pytest.mark.parametrize("template, eos, option, prompt", TEMPLATES)
 def test_a_chat_template_is_used_where_its_end_stops_the_model(
-    template, eos, option, prompt, capsys
+    template, eos, option, prompt
 ):
     (row,) = encode(["1+1="], template, eos, chat_template=option)
     assert row["prompts"] == prompt
-    assert ("no system message" in capsys.readouterr().out) == (template == RAISING)
 
 
-def test_a_template_that_is_asked_for_and_raises_is_an_error():
-    with pytest.raises(grpo.Error, match="--chat-template on: .*no system message"):
-        encode(["1+1="], RAISING, chat_template="on")
+@pytest.mark.parametrize("option", ["on", "auto"])
+def test_a_template_that_raises_is_an_error(option):
+    with pytest.raises(grpo.Error, match="no system message.*--chat-template"):
+        encode(["1+1="], RAISING, chat_template=option)
 
 
 SYSTEM, USER, BEGUN = (
@@ -1798,10 +1797,10 @@ ARCHITECTURES = dict(
 def test_rotary_angles_that_depend_on_the_length_are_refused_where_it_is_reached(
     tmp_path,
 ):
-    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+    rope = LONG_ROPE | dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
     options = dict(rope_parameters=rope, initializer_range=0.3)
-    options |= SMALL | HEADS | dict(max_position_embeddings=16, intermediate_size=48)
-    save_model(tmp_path, "llama", **options)
+    options |= SMALL | HEADS | dict(original_max_position_embeddings=16)
+    save_model(tmp_path, "phi3", **options)
     for length, refused in ((8, False), (9, True)):
         config = grpo.Config(max_prompt_length=8, max_completion_length=length)
         run = SimpleNamespace(config=config, device=torch.device("cpu"))
@@ -1935,10 +1934,8 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
     assert end_of(killed) == end_of(tmp_path / "whole")
 
 
-def test_a_signal_finishes_the_step_and_saves_even_if_nobody_reads(tmp_path):
+def test_a_signal_finishes_the_step_and_saves(tmp_path):
     process = start(QUICK, "--max-steps 100000 --output-dir", tmp_path)
-    process.stdout.readline()
-    process.stdout.close()  # as `| head -1` does
     while len(metrics_of(tmp_path)) < 5 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
@@ -1961,13 +1958,6 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
             pass
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == -signal.SIGTERM
-
-
-def test_ctrl_c_while_importing_says_one_line():
-    process = start()
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate()[1] == "grpo.py: interrupted\n"
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, varied):
