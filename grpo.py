@@ -166,7 +166,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    # Rounding can leave equal rewards off their mean, and as much is then their std.
+    # By rounding equal rewards can differ from their mean, and their std is as small.
     equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     return advantages.masked_fill(equal, 0).view(-1)
 
@@ -182,22 +182,22 @@ def process_advantages(
     """Process supervision (DeepSeekMath 4.1.3): advantages of tokens (N, num_tokens).
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
-    token's advantage sums those of the steps that end at or after it. ValueError if
-    ends and rewards differ in number. Needs `group_advantages`.
+    token's advantage sums those of the steps that end at or after it. Raises ValueError
+    if ends and rewards differ in number. Needs `group_advantages`.
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
     """
     advantages = torch.zeros(len(step_rewards), num_tokens)
     for start in range(0, len(step_rewards), num_generations):
-        rewards = []
+        numbers = []
         ends = []
         for i in range(start, start + num_generations):
             for reward, end in zip(step_rewards[i], step_ends[i], strict=True):
-                rewards.append(float(reward))
+                numbers.append(float(reward))
                 ends.append((i, end))
-        if len(rewards) > 1:  # a single step is its own mean
-            rewards = torch.tensor(rewards)
+        if len(numbers) > 1:  # a single step is its own mean
+            rewards = torch.tensor(numbers)
             normalised = group_advantages(rewards, len(rewards), scale_rewards, eps)
             for (i, end), advantage in zip(ends, normalised):
                 advantages[i, : end + 1] += advantage
@@ -210,9 +210,10 @@ def masked_mean(x, mask, dim=None):
 
 
 def kl_k3(logp, ref_logp):
-    """exp(d) - d - 1 with d = ref_logp - logp, never negative: (N, C) in nats.
-    Over tokens sampled from the policy its mean is KL(policy, reference): DeepSeekMath
-    eq. 4, Schulman's k3 (joschu.net/blog/kl-approx.html). It needs float32.
+    """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
+    Over tokens sampled from the policy the mean of exp(d) is 1, that of -d and so of
+    this is KL(policy, reference): DeepSeekMath eq. 4, Schulman's k3
+    (joschu.net/blog/kl-approx.html). bfloat16 would round it away.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -243,17 +244,16 @@ def clipped_surrogate(
 ):
     """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A): to be maximised.
     logp, old_logp: (N, C), `old_logp` None: the policy has not moved. advantages: (N,)
-    or (N, C). The "sequence" ratio needs `mask`. PPO (arXiv:1707.06347) eq. 7;
-    `epsilon_high` is from DAPO (arXiv:2503.14476). Needs `importance_ratio` and
-    `masked_mean`.
+    or (N, C). The "sequence" ratio takes `mask`. PPO (arXiv:1707.06347) eq. 7; DAPO's
+    `epsilon_high` (arXiv:2503.14476) is `epsilon` if None or 0.
+    Needs `importance_ratio` and `masked_mean`.
     >>> logp, old_logp = torch.full((2, 1), 0.7).log(), torch.full((2, 1), 0.5).log()
     >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
     tensor([ 1.1225, -1.3096])
     """
     old_logp = (logp if old_logp is None else old_logp).detach()
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
-    clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    clipped_ratio = ratio.clamp(1 - epsilon, 1 + (epsilon_high or epsilon))
     advantages = advantages.reshape(len(logp), -1)  # (N, 1) or (N, C)
     return torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
@@ -277,14 +277,14 @@ def grpo_loss(
     """(scalar to minimise, metrics): DeepSeekMath eq. 3.
     logp, old_logp, ref_logp: (N, C) float32 in nats; mask: (N, C); advantages: (N,) or
     (N, C). `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None:
-    no KL term. What stands where `mask` is False reaches neither loss nor gradient.
+    no KL term. Whatever is where `mask` is False reaches neither loss nor gradient.
     -surrogate + beta k3 of each token is averaged by `loss_type`:
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
     `num_sequences` and `num_tokens` count the optimizer batch (None: this call is all
-    of it): given, the losses of its micro-batches add up. The metrics are means over
-    tokens. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
+    of it): given, and `max_completion_length` (None: C) too, the losses of its
+    micro-batches add up. The metrics are means over tokens. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
     old_logp = (logp if old_logp is None else old_logp).detach().masked_fill(~mask, 0)
@@ -296,7 +296,7 @@ def grpo_loss(
     )
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
-        kl = kl_k3(logp, ref_logp.masked_fill(~mask, 0))
+        kl = kl_k3(logp, ref_logp.detach().masked_fill(~mask, 0))
     per_token_loss = beta * kl - surrogate  # (N, C), 0 where masked
     num_sequences = num_sequences or len(mask)
     num_tokens = num_tokens or mask.sum()
@@ -314,7 +314,7 @@ def grpo_loss(
         clipped = surrogate < ratio * advantages  # where clipping counts
         metrics = dict(
             kl=masked_mean(kl, mask),
-            entropy=masked_mean(-logp, mask),  # its estimate from the sampled tokens
+            entropy=masked_mean(-logp, mask),  # estimated from the sampled tokens
             ratio_mean=masked_mean(ratio, mask),
             clip_fraction=masked_mean(clipped, mask),
         )
@@ -324,15 +324,15 @@ def grpo_loss(
 # ---------------------------------------------------------------- sampling, log-probs
 def sample(logits, temperature=1.0):
     """One token of each row from softmax(logits / temperature): (N, V) -> (N,).
-    At temperature 0 the most probable one. One uniform number a row will do;
-    `torch.multinomial` draws V, which takes a third of a decoding step on a CPU."""
+    At temperature 0 the most probable one. By inverting the distribution function, with
+    one random number a row: `torch.multinomial` draws V of them, which is slow."""
     if temperature == 0:
         return logits.argmax(1)
     probs = (logits.float() / temperature).softmax(1)  # (N, V)
     cdf = probs.cumsum(1, dtype=torch.float64)  # float32 would lose the tail
     draws = torch.rand_like(cdf[:, :1]) * cdf[:, -1:]
-    ids = torch.searchsorted(cdf, draws, right=True)[:, 0]  # the first beyond the draw
-    return ids.clamp(max=logits.shape[1] - 1)  # of NaN too; `update` reports those
+    ids = torch.searchsorted(cdf, draws, right=True)[:, 0]  # the first above the draw
+    return ids.clamp(max=logits.shape[1] - 1)  # NaN would give V; `update` reports it
 
 
 def positions(attention_mask):
@@ -352,8 +352,9 @@ def generate(
 ):
     """G completions of each prompt, sampled from exactly the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; what
-    follows a row's EOS is EOS. The model's generation config has no part in it. Only
-    for models without `sharing_obstacle`. Needs `sample`, `positions`, `F` and
+    follows a row's EOS is the first of `eos_token_ids` (a list). Temperature 0: the most
+    probable tokens. The model is in eval mode; its generation config has no part in it.
+    Only for models without `sharing_obstacle`. Needs `sample`, `positions`, `F` and
     `DynamicCache` of transformers."""
     device = prompt_ids.device
     eos = torch.tensor(eos_token_ids, device=device)
@@ -361,7 +362,7 @@ def generate(
     completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
     rows = torch.arange(shape[0], device=device)  # those that are not finished
     finished = torch.zeros_like(rows, dtype=torch.bool)
-    # To look which rows have finished makes the host wait for a GPU.
+    # To see which rows have finished, the host has to wait for the GPU.
     look_every = 16 if prompt_ids.is_cuda else 1
     cache = DynamicCache(config=model.config)
     attention_mask = prompt_mask.long()
@@ -381,7 +382,7 @@ def generate(
             cache.batch_repeat_interleave(num_generations)
         sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
         completion_ids[rows, i] = sampled
-        finished = torch.isin(sampled, eos)  # as is what fills a finished row
+        finished = torch.isin(sampled, eos)  # a finished row is filled with EOS
         if i % look_every == 0:
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
@@ -420,7 +421,7 @@ def generate_with_transformers(
         pad_token_id=eos_token_ids[0],
         cache_implementation="static" if static else None,
     )
-    # What is unset would come from the model's own, such as a penalty of repetition.
+    # What is unset here would come from the model's own config, such as a penalty.
     own_config = model.generation_config
     model.generation_config = config
     completions = []
@@ -439,15 +440,15 @@ def generate_with_transformers(
 
 class LogNormaliser(torch.autograd.Function):
     """log of the sum of exp(hidden @ weight.T): (M, H), (V, H) -> (M,) float32.
-    Some rows of `weight` at a time, whose logits backward computes again: all (M, V) of
-    them are never in memory."""
+    It takes some words v of the vocabulary at a time, whose logits (M, v) it computes
+    again in backward: all (M, V) are never in memory. Needs `AT_ONCE`."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
         ctx.size = max(1, AT_ONCE // max(1, len(hidden)))
         log_z = torch.tensor(-math.inf, device=hidden.device)
-        for rows in weight.split(ctx.size):
-            logits = (hidden @ rows.t()).float()
+        for words in weight.split(ctx.size):  # (v, H)
+            logits = (hidden @ words.t()).float()  # (M, v)
             log_z = torch.logaddexp(log_z, logits.logsumexp(1))
         ctx.save_for_backward(hidden, weight, log_z)
         return log_z
@@ -458,13 +459,13 @@ class LogNormaliser(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
         parts = zip(weight.split(ctx.size), grad_weight.split(ctx.size))
-        for rows, grad_rows in parts:
-            logits = (hidden @ rows.t()).float()
-            softmax = logits.sub_(log_z[:, None]).exp_()  # the gradient of log_z
-            grad_logits = softmax.mul_(grad[:, None]).to(rows.dtype)
-            grad_hidden += grad_logits @ rows
+        for words, grad_words in parts:
+            logits = (hidden @ words.t()).float()
+            softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
+            grad_logits = softmax.mul_(grad[:, None]).to(words.dtype)
+            grad_hidden += grad_logits @ words
             if ctx.needs_input_grad[1]:  # not with LoRA
-                torch.mm(grad_logits.t(), hidden, out=grad_rows)
+                torch.mm(grad_logits.t(), hidden, out=grad_words)
         return grad_hidden.to(hidden.dtype), grad_weight
 
 
@@ -480,7 +481,8 @@ def token_logprobs(
     """log-prob of each completion token given all before it: (N, C) float32.
     0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids,
     completion_mask: (N, C), right-padded, bool, rows b*G … b*G+G-1 continue prompt b.
-    The model is in eval mode; its logits are divided by `temperature`, as in sampling.
+    The model must be in eval mode: dropout and gradient checkpointing change values.
+    Its logits are divided by `temperature`, as in sampling.
     `share_prompts` runs each prompt once and its completions on G copies of its
     key-value cache, through which gradients flow: only for models without
     `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`,
@@ -491,6 +493,7 @@ def token_logprobs(
     ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
     inputs = completion_ids[:, :-1]  # the last token predicts nothing
     repeated_mask = prompt_mask.repeat_interleave(num_generations, 0)
+    # What pads a completion on the right is seen by no token before it.
     ones = torch.ones_like(inputs, dtype=torch.bool)
     attention_mask = torch.cat([repeated_mask, ones], 1)  # (N, P + C - 1)
     if not share_prompts:
@@ -513,7 +516,7 @@ def token_logprobs(
             cache.batch_repeat_interleave(num_generations)
             rest = forward_with_cache(model, inputs, attention_mask, cache)
             hidden = torch.cat([hidden, rest], 1)  # (N, C, H)
-        hidden = hidden[completion_mask] / temperature  # (M, H)
+        hidden = hidden[completion_mask] / temperature  # (M, H), fewer than logits
         weight = model.get_output_embeddings().weight  # (V, H)
         logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))
         logp = logits.float() - LogNormaliser.apply(hidden, weight)
@@ -533,10 +536,11 @@ def forward_with_cache(model, ids, mask, cache):
 
 
 def sharing_obstacle(model, length=5):
-    """Why `token_logprobs` and `generate` cannot share prompts; "" if they can.
-    Values and gradients must be those of the plain forward, in float32: Gemma 2 caps
-    its logits, Cohere scales them, some layers bear no shared cache. `length` is that
-    of a prompt. Raises `Error` where padding or later tokens change a log-prob."""
+    """What keeps `token_logprobs` and `generate` from sharing prompts; "" if nothing.
+    Values and gradients must be those of the plain forward: Gemma 2 caps its logits,
+    Cohere scales them, some layers cannot go on from a shared cache. For a float32
+    model; `length` is that of the longer prompt. Raises `Error` where padding or later
+    tokens change a log-prob. Needs `token_logprobs`, `pad`, `one_line` and `Error`."""
     embeddings = model.get_input_embeddings().weight
     device = embeddings.device
 
@@ -551,7 +555,7 @@ def sharing_obstacle(model, length=5):
         return (found - expected).norm() <= 1e-4 * expected.norm()
 
     long = ([2, 3, 4] * length)[:length]
-    padded = [long, [5, 6]], [[2, 3, 4, 5], [7, 8]]
+    padded = [long, [5, 6]], [[2, 3, 4, 5], [7, 8]] * 2  # any tokens; B = 2, G = 2
     logp, grad = compute(*padded, share_prompts=False)
     alone, _ = compute([[5, 6]], [[7, 8]], share_prompts=False)
     if not close(logp, alone):
@@ -568,10 +572,11 @@ def sharing_obstacle(model, length=5):
 
 # ------------------------------------------------------------------------------ update
 class MasterAdamW:
-    """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of a model's weights.
-    bfloat16 rounds changes of less than 1/512 of a weight away. Such a weight is the
-    upper half of its master, rounded; the lower 16 bits are kept beside it. Bytes a
-    parameter: 2 + 2, moments 8, gradient 2 or 4."""
+    """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
+    or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: it
+    is the upper half of its master, rounded, and the lower 16 bits are kept beside it.
+    Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `AT_ONCE`, `Error`,
+    `local`, `whole`, `join_halves`, `split_halves`, and FSDP's imports."""
 
     def __init__(self, model):
         self.model = model
@@ -591,7 +596,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate, max_grad_norm):
-        """Clip the gradient to `max_grad_norm`, update, free it -> its norm before."""
+        """Scale the gradient down to `max_grad_norm` (0: as it is), update, free it ->
+        its norm before. Raises `Error` if that is not finite."""
         for module in self.model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # a step is for the shards, not for whole weights
@@ -600,12 +606,12 @@ class MasterAdamW:
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in grads]
         norm = whole(torch.stack(norms).norm()).item()
         if not math.isfinite(norm):
-            raise Error(f"the gradient's norm is {norm}; the weights are as before")
+            raise Error(f"the gradient's norm is {norm}: it has moved no weight")
         scale = min(1.0, (max_grad_norm or math.inf) / (norm + 1e-6))
         self.num_steps += 1
         beta1, beta2 = 0.9, 0.999
-        step_size = learning_rate / (1 - beta1**self.num_steps)
-        correction = math.sqrt(1 - beta2**self.num_steps)
+        step_size = learning_rate / (1 - beta1**self.num_steps)  # unbiased moments:
+        correction = math.sqrt(1 - beta2**self.num_steps)  # they have started at 0
         for param in params:
             tensors = [param, param.grad, *self.state[param]]
             param.grad = None
@@ -630,14 +636,14 @@ def join_halves(upper, lower):
 def split_halves(master, upper, lower):
     """Write float32 `master` to `upper`, the nearest bfloat16, and what is left."""
     bits = master.view(torch.int32)
-    lower.copy_(bits.to(torch.int16))  # the lower 16 bits, as a number with a sign
+    lower.copy_(bits.to(torch.int16))  # from -2**15 to 2**15 - 1: upper is the nearest
     upper.view(torch.int16).copy_((bits - lower) >> 16)
 
 
 def cut_micro_batches(rows, prompt_lengths, lengths, max_tokens):
-    """Cut rows of groups (B, G) into micro-batches of at most `max_tokens` tokens.
-    prompt_lengths: (B,), lengths of completions: (N,). Sorted by length, so that little
-    is padding. A single completion may exceed the budget."""
+    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens.
+    prompt_lengths: (B,), lengths of completions: (N,). The longest come first, in each
+    group and of the groups: little is padding. One completion may exceed the budget."""
     num_generations = len(lengths) // len(prompt_lengths)
     rows = rows.gather(1, lengths[rows].argsort(1, descending=True))
     rows = rows[lengths[rows[:, 0]].argsort(descending=True)]
@@ -670,25 +676,25 @@ def take_rows(batch, rows):
 
 
 def update(run, learning_rate, batch, advantages):
-    """num_iterations (mu) AdamW steps on one rollout -> metrics, means over its tokens.
+    """num_iterations (mu) AdamW steps on one rollout -> metrics.
     batch: prompt_ids, prompt_mask, completion_ids, mask; advantages: (N,) or (N, C)."""
     config = run.config
     _, prompt_mask, _, mask = batch
     # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
-    num_tokens = average(mask.sum().item())
+    tokens_per_rank = average(mask.sum().item())
     advantages = advantages.to(mask.device).reshape(len(mask), -1).expand_as(mask)
     rows = torch.arange(len(mask)).view(len(prompt_mask), -1)  # (B, G)
-    if run.reference is None:  # a group without advantages has no gradient: skip it
-        live = advantages[rows].flatten(1).any(1).cpu()
+    if run.reference is None:  # a group whose advantages are all 0 has no gradient
+        live = advantages[rows].flatten(1).any(1).cpu()  # (B,)
         rows = rows[live] if live.any() else rows[:1]
     prompt_lengths = prompt_mask.sum(1).cpu()
     lengths = mask.sum(1).cpu()
-    num_live = lengths[rows].sum()
+    num_live_tokens = lengths[rows].sum()
     if not run.share_prompts:  # then each completion runs with a prompt of its own
         lengths = lengths + prompt_lengths.max()
     cut = cut_micro_batches(rows, prompt_lengths, lengths, run.micro_batch_tokens)
     parts = [take_rows(batch, part_rows) for part_rows in cut]
-    # All ranks are to exchange gradients equally often: some add parts without tokens.
+    # Ranks wait for each other at every pass: some add parts whose mask is empty.
     for _ in range(max(all_gather(len(cut))) - len(cut)):
         cut.append(cut[0])
         parts.append((*parts[0][:3], torch.zeros_like(parts[0][3])))
@@ -709,16 +715,16 @@ def update(run, learning_rate, batch, advantages):
                 advantages[cut[i].flatten(), : logp.shape[1]],
                 part[-1],
                 epsilon=config.epsilon,
-                epsilon_high=config.epsilon_high or None,
+                epsilon_high=config.epsilon_high,
                 beta=config.beta,
                 loss_type=config.loss_type,
                 importance_sampling_level=config.importance_sampling_level,
                 max_completion_length=config.max_completion_length,
                 num_sequences=len(mask),
-                num_tokens=num_tokens,
+                num_tokens=tokens_per_rank,
             )
             loss.backward()
-            share = part[-1].sum() / num_live / config.num_iterations
+            share = part[-1].sum() / num_live_tokens / config.num_iterations
             for name, value in metrics.items():
                 totals[name] += (share * value).item()
             totals["loss"] += loss.item() / config.num_iterations
@@ -780,14 +786,15 @@ def train_step(run, train_rows, step):
     batch = rollout(run, rows, num_generations, config.temperature)
     *_, completion_ids, mask = batch
     # 3. score them
-    texts, scores, process = score_completions(run, rows, batch)
+    texts, scores, steps = score_completions(run, rows, batch)
+    rewards = scores["reward"].float()  # in which means of equal numbers are equal
     # 4. normalise the scores within each group
     scale = config.scale_rewards
-    if process:
+    if steps:
         length = mask.shape[1]
-        advantages = process_advantages(*process, num_generations, length, 1e-8, scale)
+        advantages = process_advantages(*steps, num_generations, length, 1e-8, scale)
     else:
-        advantages = group_advantages(scores["reward"], num_generations, scale)
+        advantages = group_advantages(rewards, num_generations, scale)
     # 5. ascend the clipped surrogate, held to the reference
     middle = time.perf_counter()
     learning_rate = config.learning_rate * min(1, step / max(1, config.warmup_steps))
@@ -795,7 +802,7 @@ def train_step(run, train_rows, step):
     end = time.perf_counter()
     # 6. look at it
     eos = torch.tensor(run.eos_token_ids, device=run.device)
-    groups = scores["reward"].view(-1, num_generations)
+    groups = rewards.view(-1, num_generations)
     columns = dict(
         scores,
         reward_std=groups.std(1),
@@ -1425,9 +1432,7 @@ def load(run, name):
     gc.collect()  # the supervised model
     torch.cuda.empty_cache()
     run.micro_batch_tokens = config.micro_batch_tokens or fit_micro_batch(run)
-    print0(
-        f"{name}: {run.policy.num_parameters():,} weights, {run.dtype}, {run.device}"
-    )
+    print0(f"{name}: {model.num_parameters():,} weights, {run.dtype}, {run.device}")
 
 
 def fit_micro_batch(run):
@@ -1611,9 +1616,7 @@ def arithmetic(model, seed):
 
 def tiny_model(seed):
     """A 2-layer Qwen2 with 135,168 random weights, and a tokenizer of characters."""
-    letters = (
-        "0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"  # Ġ space, Ċ newline
-    )
+    letters = "0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"  # Ġ: space, Ċ: \n
     tokens = ["<eos>", "<unk>", *letters]
     tokenizer = transformers.Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},

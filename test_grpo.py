@@ -330,7 +330,7 @@ def slow_loss(logp, old_logp, ref_logp, advantages, mask, loss_type, level, high
 
 
 @variants
-@pytest.mark.parametrize("high", [None, 0.4])
+@pytest.mark.parametrize("high", [None, 0, 0.4])
 def test_loss_gradient_and_metrics_are_those_of_the_loops(loss_type, level, high):
     logp, old_logp, ref_logp, advantages, mask = random_batch()
     if high is None:  # one advantage for each completion
@@ -1098,7 +1098,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_leaves_the_weights(advant
     model, advantages = tiny_model("qwen2"), torch.ones(6)
     advantages[0] = advantage
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(grpo.Error, match="weights are as before"):
+    with pytest.raises(grpo.Error, match="it has moved no weight"):
         grpo.update(make_run(model), 1e-3, ragged_batch(), advantages)
     torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
 
@@ -1496,6 +1496,13 @@ def test_steps_end_where_their_lines_do(text, ends):
     assert [end for _, end in steps] == ends
 
 
+def test_a_line_may_end_within_a_token():
+    tokenizer = grpo.tiny_model(0)[1]
+    tokenizer.add_tokens(["9.\n1"])
+    ids = tokenizer.encode("9.\n1+1<eos>")
+    assert [end for _, end in grpo.split_steps(tokenizer, ids)] == [0, 3]
+
+
 def test_lists_switch_process_supervision_on(mine):
     rewards = [f"{mine}:each_line=2", "accuracy"]
     _, scores, process = score(rewards, ["1\n2<eos>", " <eos>"])
@@ -1677,6 +1684,10 @@ def varied(prompts, completions, **columns):  # a model without skill gets some
         raise ValueError("out of coffee")
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 """
+SOME = """
+def some(completions, **columns):  # the mean of three 0.1 is a bit more
+    return [0.1, None, 0.1, 0.1] * (len(completions) // 4) or [0.1] * len(completions)
+"""
 METRICS = """step loss reward reward_std rewards/accuracy kl clip_fraction grad_norm
 completion_length truncated_fraction zero_std_fraction learning_rate num_tokens
 rollout_seconds update_seconds step_seconds peak_memory_gb"""
@@ -1752,6 +1763,13 @@ def test_seeded_runs_repeat_bit_for_bit(tmp_path, varied):
         train(tmp_path / name, QUICK, varied, "--seed", seed)
     assert end_of(tmp_path / "a") == end_of(tmp_path / "b")
     assert metrics_of(tmp_path / "a") != metrics_of(tmp_path / "c")
+
+
+def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path):
+    (tmp_path / "some.py").write_text(SOME)
+    train(tmp_path / "run", QUICK, f"--reward {tmp_path}/some.py:some --beta 0")
+    for row in metrics_of(tmp_path / "run")[1:-1]:
+        assert (row["zero_std_fraction"], row["reward_std"], row["loss"]) == (1, 0, 0)
 
 
 def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path):
