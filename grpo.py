@@ -284,7 +284,8 @@ def grpo_loss(
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
     `num_sequences` and `num_tokens` count the optimizer batch (None: this call is all
     of it): given, and `max_completion_length` (None: C) too, the losses of its
-    micro-batches add up. The metrics are means over tokens. Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
+    micro-batches add up. The metrics are means over tokens.
+    Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
     old_logp = (logp if old_logp is None else old_logp).detach().masked_fill(~mask, 0)
@@ -350,18 +351,17 @@ def generate(
     eos_token_ids,
     temperature=1.0,
 ):
-    """G completions of each prompt, sampled from exactly the policy -> ids (N, C).
-    prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; what
-    follows a row's EOS is the first of `eos_token_ids` (a list). Temperature 0: the most
-    probable tokens. The model is in eval mode; its generation config has no part in it.
-    Only for models without `sharing_obstacle`. Needs `sample`, `positions`, `F` and
-    `DynamicCache` of transformers."""
+    """G completions of each prompt, sampled from the policy as it is -> ids (N, C).
+    prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
+    row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
+    model is in eval mode and without `sharing_obstacle`; its generation config has no
+    part in it. Needs `sample`, `positions`, `F` and `DynamicCache` of transformers."""
     device = prompt_ids.device
     eos = torch.tensor(eos_token_ids, device=device)
     shape = len(prompt_ids) * num_generations, max_completion_length
     completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
-    rows = torch.arange(shape[0], device=device)  # those that are not finished
-    finished = torch.zeros_like(rows, dtype=torch.bool)
+    live = torch.arange(shape[0], device=device)  # rows that are not finished
+    finished = torch.zeros_like(live, dtype=torch.bool)
     # To see which rows have finished, the host has to wait for the GPU.
     look_every = 16 if prompt_ids.is_cuda else 1
     cache = DynamicCache(config=model.config)
@@ -381,15 +381,15 @@ def generate(
             attention_mask = attention_mask.repeat_interleave(num_generations, 0)
             cache.batch_repeat_interleave(num_generations)
         sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
-        completion_ids[rows, i] = sampled
-        finished = torch.isin(sampled, eos)  # a finished row is filled with EOS
+        completion_ids[live, i] = sampled
+        finished = torch.isin(sampled, eos)  # also of rows that are filled with it
         if i % look_every == 0:
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
                 break
-            if len(unfinished) < len(rows):
+            if len(unfinished) < len(live):
                 cache.batch_select_indices(unfinished)
-                rows = rows[unfinished]
+                live = live[unfinished]
                 sampled = sampled[unfinished]
                 finished = finished[unfinished]
                 attention_mask = attention_mask[unfinished]
@@ -431,7 +431,7 @@ def generate_with_transformers(
             ids = ids[:, mask.any(0)]
             mask = mask[:, mask.any(0)].long()
             output = model.generate(ids, config, attention_mask=mask)
-            completions += output[:, ids.shape[1] :]
+            completions.extend(output[:, ids.shape[1] :])
     finally:
         model.generation_config = own_config
     ids = pad_sequence(completions, batch_first=True, padding_value=eos_token_ids[0])
@@ -493,8 +493,7 @@ def token_logprobs(
     ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
     inputs = completion_ids[:, :-1]  # the last token predicts nothing
     repeated_mask = prompt_mask.repeat_interleave(num_generations, 0)
-    # What pads a completion on the right is seen by no token before it.
-    ones = torch.ones_like(inputs, dtype=torch.bool)
+    ones = torch.ones_like(inputs, dtype=torch.bool)  # no token sees what follows it
     attention_mask = torch.cat([repeated_mask, ones], 1)  # (N, P + C - 1)
     if not share_prompts:
         repeated_ids = prompt_ids.repeat_interleave(num_generations, 0)
@@ -516,7 +515,7 @@ def token_logprobs(
             cache.batch_repeat_interleave(num_generations)
             rest = forward_with_cache(model, inputs, attention_mask, cache)
             hidden = torch.cat([hidden, rest], 1)  # (N, C, H)
-        hidden = hidden[completion_mask] / temperature  # (M, H), fewer than logits
+        hidden = hidden[completion_mask] / temperature  # (M, H)
         weight = model.get_output_embeddings().weight  # (V, H)
         logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))
         logp = logits.float() - LogNormaliser.apply(hidden, weight)
@@ -535,12 +534,12 @@ def forward_with_cache(model, ids, mask, cache):
     )[0]
 
 
-def sharing_obstacle(model, length=5):
+def sharing_obstacle(model):
     """What keeps `token_logprobs` and `generate` from sharing prompts; "" if nothing.
     Values and gradients must be those of the plain forward: Gemma 2 caps its logits,
     Cohere scales them, some layers cannot go on from a shared cache. For a float32
-    model; `length` is that of the longer prompt. Raises `Error` where padding or later
-    tokens change a log-prob. Needs `token_logprobs`, `pad`, `one_line` and `Error`."""
+    model. Raises `Error` where padding or later tokens change a log-prob. Needs
+    `token_logprobs`, `pad`, `one_line` and `Error`."""
     embeddings = model.get_input_embeddings().weight
     device = embeddings.device
 
@@ -554,8 +553,7 @@ def sharing_obstacle(model, length=5):
     def close(found, expected):
         return (found - expected).norm() <= 1e-4 * expected.norm()
 
-    long = ([2, 3, 4] * length)[:length]
-    padded = [long, [5, 6]], [[2, 3, 4, 5], [7, 8]] * 2  # any tokens; B = 2, G = 2
+    padded = [[2, 3, 4, 2, 3], [5, 6]], [[2, 3, 4, 5], [7, 8]] * 2  # B = 2, G = 2
     logp, grad = compute(*padded, share_prompts=False)
     alone, _ = compute([[5, 6]], [[7, 8]], share_prompts=False)
     if not close(logp, alone):
@@ -591,8 +589,10 @@ class MasterAdamW:
 
     def tensors(self):
         """This rank's part of all weights, moments and lower halves."""
-        rows = self.state.items()
-        return [local(x.detach()) for param, state in rows for x in (param, *state)]
+        tensors = []
+        for param, state in self.state.items():
+            tensors += [param, *state]
+        return [local(tensor.detach()) for tensor in tensors]
 
     @torch.no_grad()
     def step(self, learning_rate, max_grad_norm):
@@ -816,7 +816,7 @@ def train_step(run, train_rows, step):
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**30
     metrics.update(
-        num_tokens=mask.sum().item() * WORLD_SIZE,  # averaged below: of all ranks
+        num_tokens=sum(all_gather(mask.sum().item())),
         learning_rate=learning_rate,
         rollout_seconds=middle - start,
         update_seconds=end - middle,
@@ -845,6 +845,7 @@ def set_up(config):
     if config.eval_data:
         eval_rows = read_rows(config.eval_data, run.needs_answer)
     else:
+        random.Random(config.seed).shuffle(train_rows)
         held_out = min(64, len(train_rows) // 10)
         eval_rows, train_rows = train_rows[:held_out], train_rows[held_out:]
     run.output_dir = open_output_dir(config)
@@ -913,7 +914,7 @@ def score_completions(run, rows, batch):
     steps = [split_steps(run.tokenizer, row) for row in ids]
     columns = dict(completions=texts, completion_ids=ids)
     columns["steps"] = [[text for text, _ in row] for row in steps]
-    for name in rows[0]:
+    for name in rows[0].keys() - columns.keys():
         columns[name] = [row[name] for row in rows for _ in range(num_generations)]
     scores = dict(reward=torch.zeros(len(texts), dtype=torch.float64))
     step_rewards = [[] for _ in texts]
@@ -1040,9 +1041,6 @@ def one_line(error):
 
 
 # -------------------------------------------------------------------- data and prompts
-GIVEN = {"prompts", "completions", "completion_ids", "messages", "steps", "unsafe_code"}
-
-
 def read_rows(source, needs_answer):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
     `prompt`, `question` or `problem`, text or chat messages, becomes "prompt", `answer`
@@ -1068,8 +1066,6 @@ def read_rows(source, needs_answer):
             answer = row.get("answer", row.get("solution"))
             if needs_answer:
                 gold_answers(answer)
-            if GIVEN & row.keys():
-                raise ValueError(f"rewards are given {GIVEN}: rename these columns")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             message = f"it takes one JSON object a line: {error!r}"
             raise Error(f"{source}:{number}: {message}") from None
@@ -1104,12 +1100,8 @@ def encode_prompts(rows, run):
             messages = [dict(role="system", content=config.system_prompt), *messages]
         text = "\n".join(message["content"] for message in messages)
         if chat:
-            begun = messages[-1]["role"] == "assistant"  # an answer, to be gone on with
             text = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=not begun,
-                continue_final_message=begun,
+                messages, tokenize=False, add_generation_prompt=True
             )
         ids = tokenizer.encode(text, add_special_tokens=not chat)  # it has its own BOS
         return {**row, "prompts": text, "prompt_ids": ids, "messages": messages}
@@ -1121,11 +1113,11 @@ def encode_prompts(rows, run):
         encoded = [encode(row, chat) for row in rows]
     except Exception as error:  # whatever a template raises
         raise Error(f"{one_line(error)}: see --chat-template") from error
-    names = dict.fromkeys(name for row in encoded for name in row)  # for the rewards
+    blank = dict.fromkeys(name for row in encoded for name in row)  # all are given all
     kept = []
     for row in encoded:
         if 0 < len(row["prompt_ids"]) <= config.max_prompt_length:
-            kept.append({**names, **row})
+            kept.append({**blank, **row})
     print0(f"{len(kept)} of {len(rows)} prompts are neither empty nor too long")
     return kept
 
@@ -1285,6 +1277,8 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
     def passes(completion, test):
         if test is None:
             return None
+        if not isinstance(test, str):  # a list of them
+            test = "\n".join(test)
         blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
         languages = "", "python", "python3", "py"
         python = [code for name, code in blocks if name.lower() in languages]
@@ -1340,7 +1334,10 @@ REWARDS = dict(accuracy=accuracy_reward, format=format_reward, code=code_reward)
 def load_rewards(specs, unsafe_code=False):
     """{name: (function, weight)} of `NAME[=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
     rewards = {}
-    code = functools.partial(code_reward, unsafe_code=unsafe_code)
+
+    def code(**columns):  # the data cannot open the sandbox
+        return code_reward(**{**columns, "unsafe_code": unsafe_code})
+
     for spec in specs:
         target, _, weight = spec.partition("=")
         path, _, name = target.rpartition(":")
@@ -1380,24 +1377,24 @@ def load_model(name, device, seed):
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
     eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     eos = [token for token in dict.fromkeys(eos) if token is not None]
-    if not eos:
-        raise Error(f"{name} names no EOS token: it would never stop")
     return model, tokenizer, eos
 
 
 def load(run, name):
     """Load a model into the run, ready to be trained, and a frozen reference."""
     config = run.config
+    gc.collect()  # frees the supervised model
+    torch.cuda.empty_cache()
     set_seed(config, 0)
     auto = "bfloat16" if run.device.type == "cuda" else "float32"
     run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
     model, run.tokenizer, run.eos_token_ids = load_model(name, run.device, config.seed)
-    shape = model.config.get_text_config()
-    rope = getattr(shape, "rope_parameters", None) or {}
-    length = 1 + rope.get("original_max_position_embeddings", math.inf)
-    if length > config.max_prompt_length + config.max_completion_length:
-        length = 5  # some models change all positions beyond that length
-    obstacle = sharing_obstacle(model, length)
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    longest = config.max_prompt_length + config.max_completion_length
+    if rope.get("rope_type") == "longrope":
+        if longest > rope["original_max_position_embeddings"]:
+            raise Error(f"{name}: all log-probs change with the length beyond {rope}")
+    obstacle = sharing_obstacle(model)
     if obstacle:
         print0(f"note: slower, as {type(model).__name__} shares no prompts: {obstacle}")
     run.share_prompts = not obstacle
@@ -1429,22 +1426,21 @@ def load(run, name):
                 return frozen.token_logprobs(*batch)
 
         run.reference = reference
-    gc.collect()  # the supervised model
-    torch.cuda.empty_cache()
     run.micro_batch_tokens = config.micro_batch_tokens or fit_micro_batch(run)
     print0(f"{name}: {model.num_parameters():,} weights, {run.dtype}, {run.device}")
 
 
 def fit_micro_batch(run):
     """Tokens of a micro-batch for which memory is left beside the gradients, at about
-    80 bytes for each unit of each layer; 2048 on a CPU."""
+    50 numbers for each unit of each layer; 2048 on a CPU."""
     if run.device.type == "cpu":
         return 2048
-    shape = run.policy.config.get_text_config()
+    text_config = run.policy.config.get_text_config()
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.state)
     free -= 2 * run.policy.num_parameters()  # which several processes gather
-    tokens = 0.8 * free / (80 * shape.hidden_size * shape.num_hidden_layers)
+    units = text_config.hidden_size * text_config.num_hidden_layers
+    tokens = 0.8 * free / (50 * run.dtype.itemsize * units)
     tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
     print0(f"--micro-batch-tokens {tokens}: {free / 2**30:.1f} GiB are free for them")
     return tokens
@@ -1528,7 +1524,7 @@ def open_output_dir(config):
         mode = "w" if config.resume else "x"  # never over another run
         with open(output_dir / "config.json", mode) as file:
             json.dump(vars(config), file, indent=2)
-        (output_dir / "metrics.jsonl").touch()
+        (output_dir / "metrics.jsonl").write_text("")  # `restore` brings it back
     return output_dir
 
 
@@ -1541,7 +1537,8 @@ def save(run, name, with_optimizer=True):
     if run.lora:
         run.lora.save_pretrained(partial / "adapter")
         run.tokenizer.save_pretrained(partial / "adapter")
-        model = copy.deepcopy(run.lora).merge_and_unload()
+        model = copy.deepcopy(run.lora.cpu()).merge_and_unload()
+        run.lora.to(run.device)  # there is no room for two of it
     if WORLD_SIZE > 1:
         state = {}
         for key, tensor in model.state_dict().items():
@@ -1576,13 +1573,13 @@ def checkpoints(output_dir):
 @torch.no_grad()
 def restore(run):
     """Weights, optimizer and logs as they were at the newest checkpoint -> its step."""
-    if not checkpoints(run.output_dir):
-        raise Error(f"--resume {run.output_dir}: there is no checkpoint in it")
+    if not checkpoints(run.output_dir):  # it ended before the first
+        return 0
     path = checkpoints(run.output_dir)[-1]
     file = path / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
     if not file.exists():
         raise Error(f"--resume: {path} is of another number of processes")
-    saved = torch.load(file, map_location=run.device, weights_only=True)
+    saved = torch.load(file, map_location="cpu", weights_only=True)
     run.optimizer.num_steps = saved["num_steps"]
     for target, tensor in zip(run.optimizer.tensors(), saved["tensors"], strict=True):
         target.copy_(tensor)
@@ -1691,7 +1688,7 @@ def main():
         train(parse_args())
     except ModuleNotFoundError as error:
         sys.exit(f"grpo.py: {error}: pip install {error.name}")
-    except (Error, OSError, ValueError, ImportError, KeyboardInterrupt) as error:
+    except (Error, OSError, KeyboardInterrupt) as error:  # mistakes, no faults
         sys.exit(f"grpo.py: {one_line(error)}")
     if dist.is_initialized():  # gloo's threads can abort an ordinary end
         dist.barrier()

@@ -406,16 +406,19 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(loss_type, level, junk)
         loss, metrics = grpo.grpo_loss(
             *filled, mask, loss_type=loss_type, importance_sampling_level=level
         )
-        grads = torch.autograd.grad(loss, [filled[0], filled[2]])
-        results.append([loss, *grads, *metrics.values()])
+        (grad,) = torch.autograd.grad(loss, filled[0])
+        results.append([loss, grad, *metrics.values()])
     torch.testing.assert_close(*results)
 
 
-def test_old_log_probs_bear_no_gradient():
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_old_and_reference_log_probs_bear_no_gradient(beta):
     logp, _, _, advantages, mask = random_batch()
     logp.requires_grad_()
-    losses = [grpo.grpo_loss(logp, x, None, advantages, mask)[0] for x in (None, logp)]
-    grads = [torch.autograd.grad(loss, logp)[0] for loss in losses]
+    grads = []
+    for others in ((None, 2 * logp.detach()), (logp, 2 * logp)):
+        loss, _ = grpo.grpo_loss(logp, *others, advantages, mask, beta=beta)
+        grads.append(torch.autograd.grad(loss, logp)[0])
     assert torch.equal(*grads) and grads[0].any()
 
 
@@ -698,11 +701,10 @@ def test_only_models_that_bear_it_share_prompts(kind):
     assert bool(grpo.sharing_obstacle(model)) == (kind in [*PLAIN, "mamba"])
 
 
-@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "bert", "phi3"])
+@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "bert"])
 def test_models_that_padding_or_later_tokens_change_are_refused(kind):
-    options = dict(length=16) if kind == "phi3" else {}  # beyond this its angles change
     with pytest.raises(grpo.Error, match="padding or later tokens"):
-        grpo.sharing_obstacle(tiny_model(kind), **options)
+        grpo.sharing_obstacle(tiny_model(kind))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
@@ -1261,10 +1263,7 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": "a", "answer": " "}
 {"prompt": "a", "answer": ["1", ""]}
 {"prompt": "a", "solution": "so \\boxed{1"}
-{"prompt": "\ud800", "answer": "1"}
-{"prompt": "a", "answer": "1", "completions": 5}
-{"prompt": "a", "answer": "1", "steps": 5}
-{"prompt": "a", "answer": "1", "unsafe_code": null}"""
+{"prompt": "\ud800", "answer": "1"}"""
 
 
 @pytest.mark.parametrize("line", WRONG_LINES.splitlines())
@@ -1353,21 +1352,17 @@ def test_a_template_that_raises_is_an_error(option):
         encode(["1+1="], RAISING, chat_template=option)
 
 
-SYSTEM, USER, BEGUN = (
-    dict(role="system", content="be kind"),
-    dict(role="user", content="1+1="),
-    dict(role="assistant", content="so 1"),
-)
+SYSTEM = dict(role="system", content="be kind")
+USER = dict(role="user", content="1+1=")
 CONVERSATIONS = [  # prompt, what is rendered
     ("1+1=", "<|im_start|>system\nbe brief<|im_end|>\n" + ASKED),
     ([USER], "<|im_start|>system\nbe brief<|im_end|>\n" + ASKED),
     ([SYSTEM, USER], "<|im_start|>system\nbe kind<|im_end|>\n" + ASKED),
-    ([SYSTEM, USER, BEGUN], f"<|im_start|>system\nbe kind<|im_end|>\n{ASKED}so 1"),
 ]
 
 
 @pytest.mark.parametrize("prompt, expected", CONVERSATIONS)
-def test_conversations_keep_their_system_turn_and_their_begun_answer(prompt, expected):
+def test_conversations_keep_their_system_turn(prompt, expected):
     (row,) = encode([prompt], CHATML, system_prompt="be brief")
     assert row["prompts"] == expected
 
@@ -1459,7 +1454,7 @@ def score(rewards, texts=("2<eos>", "3<eos>", "2<eos>", "22<eos>"), num_rows=1):
     tokenizer = grpo.tiny_model(0)[1]
     ids, mask = grpo.pad([tokenizer.encode(text) for text in texts], "right", "cpu")
     run = SimpleNamespace(tokenizer=tokenizer, rewards=grpo.load_rewards(rewards))
-    rows = [dict(prompts="1+1=", answer="2", level=5)] * num_rows
+    rows = [dict(prompts="1+1=", answer="2", level=5, completions="2")] * num_rows
     return grpo.score_completions(run, rows, (None, None, ids, mask))
 
 
@@ -1593,6 +1588,7 @@ BLOCK = f"Here it is:\n```python\n{GOOD}```\nDone."
 COMPLETIONS = [  # completion, tests, reward
     (BLOCK, TESTS, 1.0),
     (BLOCK, TESTS.splitlines(), 1.0),
+    (BLOCK, ["x = 0", "assert x"], 0.0),
     (BLOCK, None, None),
     ("```python\nx = 1\n```\n" + BLOCK, TESTS, 1.0),  # the last block counts
     (BLOCK + "\n```python\nx = 1\n```", TESTS, 0.0),
@@ -1652,6 +1648,15 @@ def test_code_sees_nothing_of_the_user(tmp_path, name):
         code = ESCAPES[name].format(file=file, pid=os.getpid(), port=port)
         assert grpo.run_tests(code, "", unsafe_code=True)  # it would work
         assert not grpo.run_tests(code, "")
+
+
+@needs_bwrap
+def test_the_data_cannot_open_the_sandbox(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    ((reward, _),) = grpo.load_rewards(["code"]).values()
+    block = f"```python\nopen({str(tmp_path / 'mine')!r})\n```"
+    columns = dict(prompts=[""], completions=[block], tests=[""])
+    assert reward(**columns, unsafe_code=[True]) == [0.0]
 
 
 def test_code_sees_no_environment(monkeypatch):
@@ -1823,7 +1828,7 @@ def test_rotary_angles_that_depend_on_the_length_are_refused_where_it_is_reached
         config = grpo.Config(max_prompt_length=8, max_completion_length=length)
         run = SimpleNamespace(config=config, device=torch.device("cpu"))
         if refused:
-            with pytest.raises(grpo.Error, match="padding or later tokens"):
+            with pytest.raises(grpo.Error, match="change with the length"):
                 grpo.load(run, str(tmp_path))
         else:
             grpo.load(run, str(tmp_path))
@@ -1934,6 +1939,20 @@ def test_a_run_that_failed_and_is_resumed_ends_as_if_it_had_not(
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(
+    tmp_path, varied, monkeypatch
+):
+    train(tmp_path / "whole", QUICK, varied)
+    monkeypatch.setenv("FAIL_AT", "3")  # after the evaluation and the first step
+    with pytest.raises(grpo.Error, match="out of coffee"):
+        with mock.patch.object(grpo, "save", lambda run, name, **_: None):
+            train(tmp_path / "cut", QUICK, "--sft-steps 0", varied)
+    monkeypatch.delenv("FAIL_AT")
+    words = "--resume", f"{tmp_path}/cut", "--sft-steps", "2"
+    grpo.train(grpo.parse_args(words))
+    assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
+
+
 def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
     options = SIX_STEPS, varied, "--max-steps 9 --save-every 1"
     train(tmp_path / "whole", *options)
@@ -1990,7 +2009,6 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --beta nan | --beta
 --output-dir /proc/nowhere | /proc/nowhere
 --resume {folder}/none | config.json
---resume {folder} | no checkpoint
 --chat-template on | --chat-template
 --prompts-per-step 5000 | prompts-per-step
 --max-prompt-length 2 | only 0 rows
