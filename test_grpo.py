@@ -1280,11 +1280,16 @@ def test_only_the_accuracy_reward_needs_answers(tmp_path):
     assert len(grpo.read_rows(str(path), needs_answer=False)) == 1
 
 
-def test_held_out_rows_are_never_trained_on(tmp_path):
-    config = grpo.Config(output_dir=str(tmp_path / "run"), max_prompt_length=900)
-    _, rows, held_out = grpo.set_up(config)
-    assert len(rows) == 450 and len(held_out) == 50
-    assert not [row for row in held_out if row in rows]
+def test_held_out_rows_are_any_and_never_trained_on(tmp_path):
+    data = [dict(prompt=str(i), answer=i) for i in range(300)]
+    data[7]["level"] = 5  # other rows lack this column: rewards get None
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    options = dict(data=f"{tmp_path}/data.jsonl", output_dir=str(tmp_path / "run"))
+    _, rows, held_out = grpo.set_up(grpo.Config(**options))
+    assert len(rows) == 270 and len(held_out) == 30
+    assert len({row["answer"] for row in rows + held_out}) == 300
+    assert max(row["answer"] for row in held_out) >= 150  # by chance: 1 in 10**9
+    assert {row.get("level", 0) for row in rows} <= {5, None}
 
 
 def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
@@ -1943,7 +1948,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(
     tmp_path, varied, monkeypatch
 ):
     train(tmp_path / "whole", QUICK, varied)
-    monkeypatch.setenv("FAIL_AT", "3")  # after the evaluation and the first step
+    monkeypatch.setenv("FAIL_AT", "6")  # after the evaluation and the first step
     with pytest.raises(grpo.Error, match="out of coffee"):
         with mock.patch.object(grpo, "save", lambda run, name, **_: None):
             train(tmp_path / "cut", QUICK, "--sft-steps 0", varied)
@@ -1951,6 +1956,8 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(
     words = "--resume", f"{tmp_path}/cut", "--sft-steps", "2"
     grpo.train(grpo.parse_args(words))
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
+    steps = [row["step"] for row in metrics_of(tmp_path / "cut")]
+    assert steps == [0, 1, 2, 3, 3]
 
 
 def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
