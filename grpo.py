@@ -14,8 +14,8 @@ One step of training is `train_step`:
   2. sample G completions of each from the policy     `rollout`, `generate`
   3. score every completion                           `score_completions`
   4. advantage A = (score - group mean) / group std   `group_advantages`
-  5. minimise -min(ratio A, clip(ratio) A) + beta KL, `update`, `token_logprobs`,
-     the KL being that to a frozen reference model    `grpo_loss`, `MasterAdamW`
+  5. minimise -min(ratio A, clip(ratio) A)            `update`, `token_logprobs`,
+     + beta KL(policy, frozen reference)              `grpo_loss`, `MasterAdamW`
 The group's mean is the baseline: no value network is needed.
 
 Shapes: B prompts, G samples of each, N = B*G completions (rows b*G … b*G+G-1 belong to
@@ -23,7 +23,7 @@ prompt b), P prompt length (left-padded), C completion length (right-padded), V
 vocabulary, H hidden size, M completion tokens without padding.
 
 Where this departs from the papers and from common tutorials:
-  - Equal rewards have advantage exactly 0: the formula is 0/0, or ±0.8 by rounding.
+  - Equal rewards have advantage exactly 0; rounding could make it ±0.8.
   - A completion's mask ends with its first EOS; `ids != pad` hides it where pad is EOS.
   - With one update per rollout the ratio is exactly 1 and nothing is clipped.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
@@ -74,7 +74,7 @@ from transformers.utils import find_adapter_config_file
 
 RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
-# Elements that large tensors are worked on at once: on a CPU they fit its cache.
+# Elements of a large tensor that are worked on at once; those of a CPU fit its cache.
 AT_ONCE = 2**25 if torch.cuda.is_available() else 2**19
 
 
@@ -133,8 +133,6 @@ class Config:
             least = LEAST.get(name, 0)
             if isinstance(value, (int, float)) and not value >= least:
                 raise Error(f"--{name.replace('_', '-')} must be at least {least}")
-        if self.prompt_template and "{question}" not in self.prompt_template:
-            raise Error("--prompt-template needs {question} in it")
 
 
 LEAST = dict(num_generations=2, num_iterations=1, temperature=1e-9)  # of others 0
@@ -382,7 +380,7 @@ def generate(
             cache.batch_repeat_interleave(num_generations)
         sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
         completion_ids[live, i] = sampled
-        finished = torch.isin(sampled, eos)  # also of rows that are filled with it
+        finished = torch.isin(sampled, eos)  # stays true of rows filled with it
         if i % look_every == 0:
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
@@ -440,8 +438,8 @@ def generate_with_transformers(
 
 class LogNormaliser(torch.autograd.Function):
     """log of the sum of exp(hidden @ weight.T): (M, H), (V, H) -> (M,) float32.
-    It takes some words v of the vocabulary at a time, whose logits (M, v) it computes
-    again in backward: all (M, V) are never in memory. Needs `AT_ONCE`."""
+    It takes v words of the vocabulary at a time and computes their logits (M, v) again
+    in backward: all (M, V) are never in memory. Needs `AT_ONCE`."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -786,13 +784,14 @@ def train_step(run, train_rows, step):
     batch = rollout(run, rows, num_generations, config.temperature)
     *_, completion_ids, mask = batch
     # 3. score them
-    texts, scores, steps = score_completions(run, rows, batch)
+    texts, scores, step_scores = score_completions(run, rows, batch)
     rewards = scores["reward"].float()  # in which means of equal numbers are equal
     # 4. normalise the scores within each group
     scale = config.scale_rewards
-    if steps:
-        length = mask.shape[1]
-        advantages = process_advantages(*steps, num_generations, length, 1e-8, scale)
+    if step_scores:
+        advantages = process_advantages(
+            *step_scores, num_generations, mask.shape[1], scale_rewards=scale
+        )
     else:
         advantages = group_advantages(rewards, num_generations, scale)
     # 5. ascend the clipped surrogate, held to the reference
@@ -1002,11 +1001,9 @@ def conclude(run):
     """Say in two lines what happened."""
     with open(run.output_dir / "metrics.jsonl") as lines:
         rows = [json.loads(line) for line in lines]
-    greedy = [row["eval/reward"] for row in rows if "eval/reward" in row]
-    if greedy:
-        print0(
-            f"greedy held-out reward: {greedy[0]:.2f} before, {greedy[-1]:.2f} after"
-        )
+    held = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    if held:
+        print0(f"greedy held-out reward: {held[0]:.2f} before, {held[-1]:.2f} after")
     rewards = [row["reward"] for row in rows if "reward" in row]
     if rewards:
         parts = torch.tensor(rewards).chunk(40)
@@ -1263,8 +1260,8 @@ def format_reward(prompts, completions, **columns):
         text = completion.strip()
         if prompt.rstrip().endswith("<think>"):
             text = "<think>" + text
-        whole = re.fullmatch(r"<think>.*</think>.*\S.*", text, re.DOTALL)
-        scores.append(float(whole is not None and text.count("think>") == 2))
+        match = re.fullmatch(r"<think>.*</think>.*\S.*", text, re.DOTALL)
+        scores.append(float(match is not None and text.count("think>") == 2))
     return scores
 
 
@@ -1280,7 +1277,7 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
         if not isinstance(test, str):  # a list of them
             test = "\n".join(test)
         blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
-        languages = "", "python", "python3", "py"
+        languages = "", "python", "python3"
         python = [code for name, code in blocks if name.lower() in languages]
         return float(bool(python) and run_tests(python[-1], test, unsafe_code))
 
@@ -1293,7 +1290,7 @@ SANDBOX += " --tmpfs /tmp --chdir /tmp"
 
 
 def run_tests(code, tests, unsafe_code=False, seconds=5, megabytes=512):
-    """Whether `code`, then `tests` end well in so much time of work, thrice in all."""
+    """Whether `code`, then `tests` end well within `seconds` of CPU, 3 times in all."""
     secret = secrets.token_hex()  # a program that ends early does not print it
     program = f"""
 import resource
@@ -1313,7 +1310,7 @@ print("{secret}")
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={},
+            env={"OMP_NUM_THREADS": "1"},  # each thread of numpy takes memory
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.DEVNULL,
@@ -1384,7 +1381,6 @@ def load(run, name):
     """Load a model into the run, ready to be trained, and a frozen reference."""
     config = run.config
     gc.collect()  # frees the supervised model
-    torch.cuda.empty_cache()
     set_seed(config, 0)
     auto = "bfloat16" if run.device.type == "cuda" else "float32"
     run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
@@ -1432,10 +1428,11 @@ def load(run, name):
 
 def fit_micro_batch(run):
     """Tokens of a micro-batch for which memory is left beside the gradients, at about
-    50 numbers for each unit of each layer; 2048 on a CPU."""
+    50 activations for each hidden unit of each layer; 2048 on a CPU."""
     if run.device.type == "cpu":
         return 2048
     text_config = run.policy.config.get_text_config()
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.state)
     free -= 2 * run.policy.num_parameters()  # which several processes gather
@@ -1529,7 +1526,7 @@ def open_output_dir(config):
 
 
 def save(run, name, with_optimizer=True):
-    """A folder that `from_pretrained` and vLLM load (with LoRA the merged model, and
+    """A folder that `from_pretrained` and vLLM load (with LoRA merged, in float32, and
     `adapter/`) and what each rank needs to go on. It gets its name once it is whole."""
     partial = run.output_dir / f"partial-{name}"
     partial.mkdir(exist_ok=True)
@@ -1537,8 +1534,8 @@ def save(run, name, with_optimizer=True):
     if run.lora:
         run.lora.save_pretrained(partial / "adapter")
         run.tokenizer.save_pretrained(partial / "adapter")
-        model = copy.deepcopy(run.lora.cpu()).merge_and_unload()
-        run.lora.to(run.device)  # there is no room for two of it
+        model = copy.deepcopy(run.lora.cpu()).float().merge_and_unload()
+        run.lora.to(run.device)  # which may have no room for two
     if WORLD_SIZE > 1:
         state = {}
         for key, tensor in model.state_dict().items():
@@ -1547,6 +1544,9 @@ def save(run, name, with_optimizer=True):
                 state[key] = tensor.to(run.dtype).cpu()
     if RANK == 0:
         model.save_pretrained(partial, state_dict=state)
+        if state:
+            model.config.dtype = run.dtype  # not that of the shards
+            model.config.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
     if with_optimizer:
         saved = dict(num_steps=run.optimizer.num_steps, tensors=run.optimizer.tensors())
@@ -1596,10 +1596,10 @@ def arithmetic(model, seed):
     rows = []
     if model == "tiny":
         for i in rng.sample(range(500), 500):
-            right = i // 10 + i % 10
-            noisy = right + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
+            gold = i // 10 + i % 10
+            noisy = gold + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
             rows.append(
-                dict(prompt=f"{i // 10}+{i % 10}=", answer=right, solution=noisy)
+                dict(prompt=f"{i // 10}+{i % 10}=", answer=gold, solution=noisy)
             )
         return rows
     for _ in range(2500):
@@ -1688,7 +1688,7 @@ def main():
         train(parse_args())
     except ModuleNotFoundError as error:
         sys.exit(f"grpo.py: {error}: pip install {error.name}")
-    except (Error, OSError, KeyboardInterrupt) as error:  # mistakes, no faults
+    except (Error, OSError) as error:  # a mistake, no fault of the program
         sys.exit(f"grpo.py: {one_line(error)}")
     if dist.is_initialized():  # gloo's threads can abort an ordinary end
         dist.barrier()

@@ -1189,7 +1189,6 @@ loss-type ppo
 scale-rewards row
 dtype int8
 chat-template maybe
-prompt-template no-place-for-it
 maximum 5"""
 
 
@@ -1916,6 +1915,16 @@ def test_lora_trains_adapters_alone(tmp_path, varied, start):
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) != rows[2]["kl"]
 
 
+def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
+    pytest.importorskip("peft")
+    options = "--lora-rank 2 --dtype bfloat16 --learning-rate 1e-6 --sft-steps 0"
+    train(tmp_path / "run", QUICK, varied, options)
+    before, after = grpo.tiny_model(0)[0], weights_of(tmp_path / "run" / "checkpoint-3")
+    for name, weight in before.bfloat16().float().named_parameters():
+        if "proj.weight" in name:
+            assert 0 < (after[name] - weight).abs().max() < 1e-5
+
+
 # --------------------------------------------------------- resume, and what goes wrong
 
 VARIATIONS = dict(
@@ -2126,6 +2135,9 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_resuming_loses_nothing(two
     for rank in (0, 1):
         assert "out of coffee" in (two_ranks / f"error{rank}").read_text()
     assert end_of(two_ranks / "cut") == end_of(two_ranks / "whole")
+    config = transformers.AutoConfig.from_pretrained(two_ranks / "cut" / "checkpoint-6")
+    assert config.dtype == torch.bfloat16  # as its weights, not as the shards
+    assert config.architectures == ["Qwen2ForCausalLM"]
     rows = metrics_of(two_ranks / "whole")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["num_tokens"] == 16 * row["completion_length"] for row in rows)
