@@ -272,17 +272,15 @@ def grpo_loss(
     num_sequences=None,
     num_tokens=None,
 ):
-    """(scalar to minimise, metrics): DeepSeekMath eq. 3.
+    """(scalar to minimise, metrics: means over tokens): DeepSeekMath eq. 3.
     logp, old_logp, ref_logp: (N, C) float32 in nats; mask: (N, C); advantages: (N,) or
-    (N, C). `old_logp` None: the policy has not moved, the ratio is 1. `ref_logp` None:
-    no KL term. Whatever is where `mask` is False reaches neither loss nor gradient.
+    (N, C). No `old_logp`: ratio 1; no `ref_logp`: no KL. What `mask` hides is not read.
     -surrogate + beta k3 of each token is averaged by `loss_type`:
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
-    `num_sequences` and `num_tokens` count the optimizer batch (None: this call is all
-    of it): given, and `max_completion_length` (None: C) too, the losses of its
-    micro-batches add up. The metrics are means over tokens.
+    The losses of micro-batches add up if the last three arguments are given, those of
+    the whole optimizer batch (None: of this call).
     Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
