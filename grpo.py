@@ -906,24 +906,24 @@ def score_completions(run, rows, batch):
     `process_advantages`' step_rewards and step_ends, where a number is a last step."""
     *_, completion_ids, mask = batch
     num_generations = len(mask) // len(rows)
-    ids = [row[kept].tolist() for row, kept in zip(completion_ids.cpu(), mask.cpu())]
+    ids = [row[:n] for row, n in zip(completion_ids.tolist(), mask.sum(1).tolist())]
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
     steps = [split_steps(run.tokenizer, row) for row in ids]
     columns = dict(completions=texts, completion_ids=ids)
     columns["steps"] = [[text for text, _ in row] for row in steps]
     for name in rows[0].keys() - columns.keys():
         columns[name] = [row[name] for row in rows for _ in range(num_generations)]
-    scores = dict(reward=torch.zeros(len(texts), dtype=torch.float64))
+    scores = dict(reward=torch.zeros(len(texts)).double())
     step_rewards = [[] for _ in texts]
     step_ends = [[] for _ in texts]
     process = None
     failure = ""
     try:
         for name, (function, weight) in run.rewards.items():
-            values = function(**copy.deepcopy(columns))
+            values = function(**columns)
             if not isinstance(values, list) or len(values) != len(texts):
                 raise ValueError(f"it takes a list of {len(texts)} values")
-            means = torch.full((len(texts),), math.nan, dtype=torch.float64)
+            means = [math.nan] * len(texts)
             for i, value in enumerate(values):
                 if value is None:
                     continue
@@ -938,11 +938,11 @@ def score_completions(run, rows, batch):
                 step_rewards[i] += [weight * number for number in numbers]
                 step_ends[i] += ends
                 means[i] = sum(numbers) / max(1, len(numbers))
-            groups = means.view(-1, num_generations)
+            groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
             judged_mean = groups.nanmean(1, keepdim=True).nan_to_num()
-            means = groups.where(~groups.isnan(), judged_mean).flatten()
-            scores[f"rewards/{name}"] = means
-            scores["reward"] += weight * means
+            column = groups.where(~groups.isnan(), judged_mean).flatten()
+            scores[f"rewards/{name}"] = column
+            scores["reward"] += weight * column
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         failure = f"the reward {name} failed: {error!r}"
@@ -992,7 +992,7 @@ def log(run, record):
     """Append a row to metrics.jsonl."""
     if RANK == 0:
         with open(run.output_dir / "metrics.jsonl", "a") as lines:
-            lines.write(json.dumps(record) + "\n")
+            print(json.dumps(record), file=lines)
 
 
 def conclude(run):
@@ -1342,7 +1342,7 @@ def load_rewards(specs, unsafe_code=False):
                 sys.path.insert(0, str(Path(path).parent))  # it may import neighbours
                 scope = runpy.run_path(path)
             rewards[name] = scope[name], float(weight or 1)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             known = f"it takes {', '.join(REWARDS)} or FILE.py:FUNCTION, each [=WEIGHT]"
             raise Error(f"--reward {spec}: {error!r}; {known}") from error
         if target == "code" and not unsafe_code:
@@ -1360,6 +1360,8 @@ def load_model(name, device, seed):
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
+        # Weights read in threads leave memory on a CPU that nothing else can use.
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
         tokenizer = AutoTokenizer.from_pretrained(name)
         loader = AutoModelForCausalLM
         is_adapter = find_adapter_config_file(name)
@@ -1384,8 +1386,8 @@ def load(run, name):
     run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
     model, run.tokenizer, run.eos_token_ids = load_model(name, run.device, config.seed)
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    longest = config.max_prompt_length + config.max_completion_length
     if rope.get("rope_type") == "longrope":
+        longest = config.max_prompt_length + config.max_completion_length
         if longest > rope["original_max_position_embeddings"]:
             raise Error(f"{name}: all log-probs change with the length beyond {rope}")
     obstacle = sharing_obstacle(model)
