@@ -67,6 +67,7 @@ import transformers
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.adamw import adamw
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -74,7 +75,7 @@ from transformers.utils import find_adapter_config_file
 
 RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
-# Elements of a large tensor that are worked on at once; those of a CPU fit its cache.
+# Elements of a large product that are computed at once; those of a CPU fit its cache.
 AT_ONCE = 2**25 if torch.cuda.is_available() else 2**19
 
 
@@ -135,7 +136,7 @@ class Config:
                 raise Error(f"--{name.replace('_', '-')} must be at least {least}")
 
 
-LEAST = dict(num_generations=2, num_iterations=1, temperature=1e-9)  # of others 0
+LEAST = dict(prompts_per_step=1, num_generations=2, num_iterations=1, temperature=1e-9)
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
@@ -482,8 +483,7 @@ def token_logprobs(
     `share_prompts` runs each prompt once and its completions on G copies of its
     key-value cache, through which gradients flow: only for models without
     `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`,
-    `forward_with_cache`, `LogNormaliser`, `AT_ONCE`, `math`, `F` and `DynamicCache` of
-    transformers."""
+    `forward_with_cache`, `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math`."""
     num_generations = len(completion_ids) // len(prompt_ids)
     length = completion_ids.shape[1]
     ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
@@ -569,26 +569,27 @@ class MasterAdamW:
     """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
     or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: it
     is the upper half of its master, rounded, and the lower 16 bits are kept beside it.
-    Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `AT_ONCE`, `Error`,
-    `local`, `whole`, `join_halves`, `split_halves`, and FSDP's imports."""
+    Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`,
+    `Error`, torch's `adamw` and FSDP's imports."""
 
     def __init__(self, model):
         self.model = model
         self.num_steps = 0
-        self.state = {}  # two moments and, of bfloat16 weights, the lower halves
+        self.moments = {}
+        self.lower = {}  # halves of the masters of bfloat16 weights
         for param in model.parameters():
             if param.requires_grad:
-                state = [torch.zeros_like(param, dtype=torch.float32) for _ in range(2)]
+                zeros = torch.zeros_like(local(param.detach()), dtype=torch.float32)
+                self.moments[param] = zeros, zeros.clone()
                 if param.dtype == torch.bfloat16:
-                    state.append(torch.zeros_like(param, dtype=torch.int16))
-                self.state[param] = state
+                    self.lower[param] = torch.zeros_like(param, dtype=torch.int16)
 
     def tensors(self):
         """This rank's part of all weights, moments and lower halves."""
-        tensors = []
-        for param, state in self.state.items():
-            tensors += [param, *state]
-        return [local(tensor.detach()) for tensor in tensors]
+        tensors = [local(param.detach()) for param in self.moments]
+        for moments in self.moments.values():
+            tensors += moments
+        return tensors + list(self.lower.values())
 
     @torch.no_grad()
     def step(self, learning_rate, max_grad_norm):
@@ -597,7 +598,7 @@ class MasterAdamW:
         for module in self.model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # a step is for the shards, not for whole weights
-        params = [param for param in self.state if param.grad is not None]
+        params = [param for param in self.moments if param.grad is not None]
         grads = [param.grad for param in params]
         norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in grads]
         norm = whole(torch.stack(norms).norm()).item()
@@ -605,35 +606,36 @@ class MasterAdamW:
             raise Error(f"the gradient's norm is {norm}: it has moved no weight")
         scale = min(1.0, (max_grad_norm or math.inf) / (norm + 1e-6))
         self.num_steps += 1
-        beta1, beta2 = 0.9, 0.999
-        step_size = learning_rate / (1 - beta1**self.num_steps)  # unbiased moments:
-        correction = math.sqrt(1 - beta2**self.num_steps)  # they have started at 0
         for param in params:
-            tensors = [param, param.grad, *self.state[param]]
+            master = local(param).float()  # the weight itself where that is float32
+            if param in self.lower:
+                bits = master.view(torch.int32)
+                bits += self.lower[param]
+            grad = local(param.grad).float()
+            grad *= scale
             param.grad = None
-            parts = [local(x).view(-1).split(AT_ONCE) for x in tensors]
-            for weight, grad, exp_avg, exp_avg_sq, *lower in zip(*parts):
-                grad = grad.float() * scale
-                exp_avg.lerp_(grad, 1 - beta1)
-                exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-                denominator = exp_avg_sq.sqrt() / correction + 1e-8
-                master = join_halves(weight, *lower) if lower else weight
-                master.addcdiv_(exp_avg, denominator, value=-step_size)
-                if lower:
-                    split_halves(master, weight, *lower)
+            exp_avg, exp_avg_sq = self.moments[param]
+            adamw(
+                [master],
+                [grad],
+                [exp_avg],
+                [exp_avg_sq],
+                max_exp_avg_sqs=[],
+                state_steps=[torch.tensor(self.num_steps - 1.0, device=grad.device)],
+                lr=learning_rate,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.0,
+                amsgrad=False,
+                maximize=False,
+                fused=True,
+            )
+            if param in self.lower:
+                self.lower[param].copy_(bits)  # signed: what is left is the nearest
+                bits -= self.lower[param]
+                param.copy_(master)
         return norm
-
-
-def join_halves(upper, lower):
-    """float32 numbers of their upper 16 bits, as bfloat16, and lower 16, as int16."""
-    return ((upper.view(torch.int16).int() << 16) + lower).view(torch.float32)
-
-
-def split_halves(master, upper, lower):
-    """Write float32 `master` to `upper`, the nearest bfloat16, and what is left."""
-    bits = master.view(torch.int32)
-    lower.copy_(bits.to(torch.int16))  # from -2**15 to 2**15 - 1: upper is the nearest
-    upper.view(torch.int16).copy_((bits - lower) >> 16)
 
 
 def cut_micro_batches(rows, prompt_lengths, lengths, max_tokens):
@@ -688,13 +690,13 @@ def update(run, learning_rate, batch, advantages):
     num_live_tokens = lengths[rows].sum()
     if not run.share_prompts:  # then each completion runs with a prompt of its own
         lengths = lengths + prompt_lengths.max()
-    cut = cut_micro_batches(rows, prompt_lengths, lengths, run.micro_batch_tokens)
-    parts = [take_rows(batch, part_rows) for part_rows in cut]
+    part_rows = cut_micro_batches(rows, prompt_lengths, lengths, run.micro_batch_tokens)
+    parts = [take_rows(batch, numbers) for numbers in part_rows]
     # Ranks wait for each other at every pass: some add parts whose mask is empty.
-    for _ in range(max(all_gather(len(cut))) - len(cut)):
-        cut.append(cut[0])
+    for _ in range(max(all_gather(len(part_rows))) - len(part_rows)):
+        part_rows.append(part_rows[0])
         parts.append((*parts[0][:3], torch.zeros_like(parts[0][3])))
-    for param in run.optimizer.state:  # a sum of bfloat16 gradients loses small ones
+    for param in run.optimizer.moments:  # a sum of bfloat16 gradients loses small ones
         param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
     ref_logps = [run.reference(*part) if run.reference else None for part in parts]
     old_logps = []
@@ -708,7 +710,7 @@ def update(run, learning_rate, batch, advantages):
                 logp,
                 old_logps[i],
                 ref_logps[i],
-                advantages[cut[i].flatten(), : logp.shape[1]],
+                advantages[part_rows[i].flatten(), : logp.shape[1]],
                 part[-1],
                 epsilon=config.epsilon,
                 epsilon_high=config.epsilon_high,
@@ -860,8 +862,7 @@ def set_up(config):
 
 def sft(run, rows):
     """Supervised steps on the rows' solutions; the model is left in OUTPUT_DIR/sft.
-    An update with advantage 1 and no reference has the gradient of the cross-entropy of
-    its completions, here solution and EOS."""
+    An update with advantage 1 and no reference follows the cross-entropy's gradient."""
     config = dataclasses.replace(
         run.config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
     )
@@ -1289,14 +1290,14 @@ SANDBOX += " --tmpfs /tmp --chdir /tmp"
 
 def run_tests(code, tests, unsafe_code=False, seconds=5, megabytes=512):
     """Whether `code`, then `tests` end well within `seconds` of CPU, 3 times in all."""
+    text = f"{code}\n{tests}"
     secret = secrets.token_hex()  # a program that ends early does not print it
     program = f"""
 import resource
 limits = dict(CPU={seconds}, AS={megabytes << 20}, FSIZE=1 << 20, NPROC=256)
 for name, limit in limits.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-{code}
-{tests}
+exec({text!r})
 print("{secret}")
 """
     command = [sys.executable, "-I", "-"]
@@ -1434,7 +1435,7 @@ def fit_micro_batch(run):
     text_config = run.policy.config.get_text_config()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    free -= sum(4 * local(param).numel() for param in run.optimizer.state)
+    free -= sum(4 * local(param).numel() for param in run.optimizer.moments)
     free -= 2 * run.policy.num_parameters()  # which several processes gather
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * run.dtype.itemsize * units)
@@ -1598,9 +1599,8 @@ def arithmetic(model, seed):
         for i in rng.sample(range(500), 500):
             gold = i // 10 + i % 10
             noisy = gold + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
-            rows.append(
-                dict(prompt=f"{i // 10}+{i % 10}=", answer=gold, solution=noisy)
-            )
+            prompt = f"{i // 10}+{i % 10}="
+            rows.append(dict(prompt=prompt, answer=gold, solution=noisy))
         return rows
     for _ in range(2500):
         a, b, c, d = (rng.randint(2, 99) for _ in range(4))

@@ -897,8 +897,7 @@ def test_rows_are_taken_without_columns_of_padding():
 
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0])
-def test_steps_and_clipping_are_those_of_torch(scale, monkeypatch):
-    monkeypatch.setattr(grpo, "AT_ONCE", 100)
+def test_steps_and_clipping_are_those_of_torch(scale):
     model = tiny_model("qwen2")
     other = copy.deepcopy(model)
     ours = grpo.MasterAdamW(model)
@@ -936,8 +935,8 @@ def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
     num_moved = num_naive = 0
     for params in zip(*(model.parameters() for model in models)):
         weight, expected, naive_weight, first = params
-        *_, lower = optimizers[0].state[weight]
-        master = grpo.join_halves(weight.data, lower)
+        upper = weight.detach().view(torch.int16).int() << 16
+        master = (upper + optimizers[0].lower[weight]).view(torch.float32)
         assert torch.equal(master, expected)
         nearest = (master.bfloat16().float() - master).abs()
         assert ((weight.float() - master).abs() <= nearest).all()
@@ -969,7 +968,7 @@ def make_run(model, reference=None, share_prompts=True, **options):
 
 def first_grads(run):
     """The gradients of the first step: a tenth of them is Adam's first moment."""
-    return [10 * exp_avg for exp_avg, *_ in run.optimizer.state.values()]
+    return [10 * exp_avg for exp_avg, *_ in run.optimizer.moments.values()]
 
 
 @variants
@@ -1181,6 +1180,7 @@ temperature nan
 beta -0.1
 epsilon -1
 num-iterations 0
+prompts-per-step 0
 learning-rate nan
 max-grad-norm -1
 max-steps -1
@@ -1593,6 +1593,7 @@ COMPLETIONS = [  # completion, tests, reward
     (BLOCK, TESTS.splitlines(), 1.0),
     (BLOCK, ["x = 0", "assert x"], 0.0),
     (BLOCK, None, None),
+    (f"```python\nfrom __future__ import annotations\n{GOOD}```", TESTS, 1.0),
     ("```python\nx = 1\n```\n" + BLOCK, TESTS, 1.0),  # the last block counts
     (BLOCK + "\n```python\nx = 1\n```", TESTS, 0.0),
     (f"```\n{GOOD}```", TESTS, 1.0),
@@ -2088,7 +2089,7 @@ def gradients(obstacle, options):
     completions = grpo.pad(completions, "right", run.device)
     run.optimizer.step = lambda *args: 0.0  # leaves the gradients where they are
     grpo.update(run, 1e-3, (*prompts, *completions), torch.tensor(advantages))
-    return [grpo.whole(param.grad).cpu() for param in run.optimizer.state]
+    return [grpo.whole(param.grad).cpu() for param in run.optimizer.moments]
 
 
 def on_each_rank(folder):
