@@ -1922,7 +1922,8 @@ def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
     before, after = grpo.tiny_model(0)[0], weights_of(tmp_path / "run" / "checkpoint-3")
     for name, weight in before.bfloat16().float().named_parameters():
         if "proj.weight" in name:
-            assert 0 < (after[name] - weight).abs().max() < 1e-5
+            moved = (after[name] - weight).abs()
+            assert moved.median() > 0 and moved.max() < 1e-5
 
 
 # --------------------------------------------------------- resume, and what goes wrong
