@@ -1888,7 +1888,7 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
 @pytest.mark.parametrize("start", ["--sft-steps 2", "--sft-steps 0 --model {model}"])
 def test_lora_trains_adapters_alone(tmp_path, varied, start):
     peft = pytest.importorskip("peft")
-    train(tmp_path / "first", QUICK)
+    train(tmp_path / "first", QUICK, "--dtype float32")
     base = tmp_path / "first" / "checkpoint-3"
     start = start.format(model=base)
     options = (
@@ -1972,7 +1972,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(
 
 def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
     options = SIX_STEPS, varied, "--max-steps 9 --save-every 1"
-    train(tmp_path / "whole", *options)
+    assert start(*options, "--output-dir", tmp_path / "whole").wait() == 0
     killed = tmp_path / "killed"
     words = *options, "--output-dir", killed
     moments = random.Random(time.time_ns())
@@ -2072,7 +2072,8 @@ LENGTHS = [6, 5, 6, 3], [1, 2, 1, 1], [6, 6, 2, 4], [1, 2, 2, 1]
 
 def gradients(obstacle, options):
     """Of one update on 4 prompts, of which this process has its part."""
-    config = grpo.Config(micro_batch_tokens=20, max_completion_length=6, **options)
+    options = dict(options, micro_batch_tokens=20, dtype="float32")
+    config = grpo.Config(max_completion_length=6, **options)
     run = SimpleNamespace(config=config, device=grpo.join_ranks())
     with mock.patch.object(grpo, "sharing_obstacle", return_value=obstacle):
         grpo.load(run, "tiny")
@@ -2115,7 +2116,7 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     command = [sys.executable, *command, __file__, str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment
     )
