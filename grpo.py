@@ -515,8 +515,7 @@ def token_logprobs(
         weight = model.get_output_embeddings().weight  # (V, H)
         logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))
         logp = logits.float() - LogNormaliser.apply(hidden, weight)
-    zeros = logp.new_zeros(completion_mask.shape)
-    return zeros.masked_scatter(completion_mask, logp)
+    return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
 
 
 def forward_with_cache(model, ids, mask, cache):
@@ -567,8 +566,8 @@ def sharing_obstacle(model):
 # ------------------------------------------------------------------------------ update
 class MasterAdamW:
     """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
-    or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: it
-    is the upper half of its master, rounded, and the lower 16 bits are kept beside it.
+    or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight, so
+    it is the upper half of a master, rounded, whose lower 16 bits are kept beside it.
     Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`,
     `Error`, torch's `adamw` and FSDP's imports."""
 
@@ -579,10 +578,11 @@ class MasterAdamW:
         self.lower = {}  # halves of the masters of bfloat16 weights
         for param in model.parameters():
             if param.requires_grad:
-                zeros = torch.zeros_like(local(param.detach()), dtype=torch.float32)
+                weight = local(param.detach())
+                zeros = torch.zeros_like(weight, dtype=torch.float32)
                 self.moments[param] = zeros, zeros.clone()
-                if param.dtype == torch.bfloat16:
-                    self.lower[param] = torch.zeros_like(param, dtype=torch.int16)
+                if weight.dtype == torch.bfloat16:
+                    self.lower[param] = torch.zeros_like(weight, dtype=torch.int16)
 
     def tensors(self):
         """This rank's part of all weights, moments and lower halves."""
@@ -599,29 +599,29 @@ class MasterAdamW:
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()  # a step is for the shards, not for whole weights
         params = [param for param in self.moments if param.grad is not None]
-        grads = [param.grad for param in params]
-        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in grads]
+        norms = [torch.linalg.vector_norm(x.grad, dtype=torch.float32) for x in params]
         norm = whole(torch.stack(norms).norm()).item()
         if not math.isfinite(norm):
             raise Error(f"the gradient's norm is {norm}: it has moved no weight")
         scale = min(1.0, (max_grad_norm or math.inf) / (norm + 1e-6))
-        self.num_steps += 1
+        self.num_steps += 1  # at once: a step that is cut off must not be saved
         for param in params:
             master = local(param).float()  # the weight itself where that is float32
             if param in self.lower:
-                bits = master.view(torch.int32)
+                bits = master.view(torch.int32)  # the same memory
                 bits += self.lower[param]
             grad = local(param.grad).float()
             grad *= scale
             param.grad = None
             exp_avg, exp_avg_sq = self.moments[param]
+            steps = torch.full((), self.num_steps - 1.0, device=grad.device)
             adamw(
                 [master],
                 [grad],
                 [exp_avg],
                 [exp_avg_sq],
                 max_exp_avg_sqs=[],
-                state_steps=[torch.tensor(self.num_steps - 1.0, device=grad.device)],
+                state_steps=[steps],  # to which it adds 1
                 lr=learning_rate,
                 beta1=0.9,
                 beta2=0.999,
@@ -632,9 +632,9 @@ class MasterAdamW:
                 fused=True,
             )
             if param in self.lower:
-                self.lower[param].copy_(bits)  # signed: what is left is the nearest
+                self.lower[param].copy_(bits)  # wraps: what is left is the nearest
                 bits -= self.lower[param]
-                param.copy_(master)
+                local(param).copy_(master)
         return norm
 
 
@@ -785,7 +785,7 @@ def train_step(run, train_rows, step):
     *_, completion_ids, mask = batch
     # 3. score them
     texts, scores, step_scores = score_completions(run, rows, batch)
-    rewards = scores["reward"].float()  # in which means of equal numbers are equal
+    rewards = scores["reward"].float()  # equal as numbers, not only nearly
     # 4. normalise the scores within each group
     scale = config.scale_rewards
     if step_scores:
@@ -900,11 +900,11 @@ def rollout(run, rows, num_generations, temperature):
 
 
 def score_completions(run, rows, batch):
-    """What the completions of B rows are worth -> texts, scores, process.
+    """What the completions of B rows are worth -> texts, scores, step_scores.
     A reward function gives each completion a number; or None, not judged, which becomes
     the mean of its group; or a list of numbers, one for each step. scores: {reward,
-    rewards/<name>: (N,)}; a list counts as its mean. process: None or, with lists,
-    `process_advantages`' step_rewards and step_ends, where a number is a last step."""
+    rewards/<name>: (N,)}; a list counts as its mean. step_scores: None or, with lists,
+    step_rewards and step_ends of `process_advantages`; a number is a last step."""
     *_, completion_ids, mask = batch
     num_generations = len(mask) // len(rows)
     ids = [row[:n] for row, n in zip(completion_ids.tolist(), mask.sum(1).tolist())]
@@ -912,18 +912,18 @@ def score_completions(run, rows, batch):
     steps = [split_steps(run.tokenizer, row) for row in ids]
     columns = dict(completions=texts, completion_ids=ids)
     columns["steps"] = [[text for text, _ in row] for row in steps]
-    for name in rows[0].keys() - columns.keys():
-        columns[name] = [row[name] for row in rows for _ in range(num_generations)]
+    for column in rows[0].keys() - columns.keys():
+        columns[column] = [row[column] for row in rows for _ in range(num_generations)]
     scores = dict(reward=torch.zeros(len(texts)).double())
     step_rewards = [[] for _ in texts]
     step_ends = [[] for _ in texts]
-    process = None
+    step_scores = None
     failure = ""
     try:
         for name, (function, weight) in run.rewards.items():
-            values = function(**columns)
+            values = function(**copy.deepcopy(columns))
             if not isinstance(values, list) or len(values) != len(texts):
-                raise ValueError(f"it takes a list of {len(texts)} values")
+                raise ValueError(f"it must return a list of {len(texts)} values")
             means = [math.nan] * len(texts)
             for i, value in enumerate(values):
                 if value is None:
@@ -931,7 +931,7 @@ def score_completions(run, rows, batch):
                 numbers = [value]
                 ends = [len(ids[i]) - 1]
                 if isinstance(value, list):
-                    process = step_rewards, step_ends
+                    step_scores = step_rewards, step_ends
                     numbers = value
                     ends = [end for _, end in steps[i]]
                 if len(numbers) != len(ends) or not all(map(math.isfinite, numbers)):
@@ -941,16 +941,16 @@ def score_completions(run, rows, batch):
                 means[i] = sum(numbers) / max(1, len(numbers))
             groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
             judged_mean = groups.nanmean(1, keepdim=True).nan_to_num()
-            column = groups.where(~groups.isnan(), judged_mean).flatten()
-            scores[f"rewards/{name}"] = column
-            scores["reward"] += weight * column
+            filled = groups.where(~groups.isnan(), judged_mean).flatten()
+            scores[f"rewards/{name}"] = filled
+            scores["reward"] += weight * filled
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         failure = f"the reward {name} failed: {error!r}"
     failure = max(all_gather(failure))  # any rank's
     if failure:
         raise Error(failure)
-    return texts, scores, process
+    return texts, scores, step_scores
 
 
 def split_steps(tokenizer, ids):
@@ -1289,7 +1289,7 @@ SANDBOX += " --tmpfs /tmp --chdir /tmp"
 
 
 def run_tests(code, tests, unsafe_code=False, seconds=5, megabytes=512):
-    """Whether `code`, then `tests` end well within `seconds` of CPU, 3 times in all."""
+    """Whether `code`, then `tests` end well: `seconds` of CPU, 3 times that in all."""
     text = f"{code}\n{tests}"
     secret = secrets.token_hex()  # a program that ends early does not print it
     program = f"""
@@ -1343,11 +1343,11 @@ def load_rewards(specs, unsafe_code=False):
                 sys.path.insert(0, str(Path(path).parent))  # it may import neighbours
                 scope = runpy.run_path(path)
             rewards[name] = scope[name], float(weight or 1)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             known = f"it takes {', '.join(REWARDS)} or FILE.py:FUNCTION, each [=WEIGHT]"
             raise Error(f"--reward {spec}: {error!r}; {known}") from error
         if target == "code" and not unsafe_code:
-            if not (shutil.which("bwrap") and run_tests("", "")):
+            if not (shutil.which("bwrap", path=os.defpath) and run_tests("", "")):
                 raise Error("install the package bubblewrap, or give --unsafe-code")
     if len(rewards) < len(specs):
         raise Error("--reward: a name twice")
@@ -1362,7 +1362,7 @@ def load_model(name, device, seed):
         model, tokenizer = tiny_model(seed)
     else:
         # Weights read in threads leave memory on a CPU that nothing else can use.
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+        os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         tokenizer = AutoTokenizer.from_pretrained(name)
         loader = AutoModelForCausalLM
         is_adapter = find_adapter_config_file(name)

@@ -1395,6 +1395,7 @@ def sees(prompts, completions, completion_ids, answer, level, **columns):
     assert prompts == ["1+1="] * 4 and answer == ["2"] * 4 and level == [5] * 4
     assert completions == ["2", "3", "2", "22"]
     assert completion_ids[3] == [4, 4, 0]
+    answer.clear()
     return [neighbour.half * len(text) for text in completions]
 
 def judges_some(prompts, **columns):
@@ -1461,7 +1462,7 @@ def score(rewards, texts=("2<eos>", "3<eos>", "2<eos>", "22<eos>"), num_rows=1):
     return grpo.score_completions(run, rows, (None, None, ids, mask))
 
 
-def test_a_reward_of_ones_own_sees_every_column(mine):
+def test_a_reward_of_ones_own_sees_copies_of_every_column(mine):
     _, scores, process = score([f"{mine}:sees=-2", "accuracy"])
     assert scores["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
     assert scores["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]  # the weighted sum
@@ -1672,7 +1673,7 @@ def test_code_sees_no_environment(monkeypatch):
 def test_without_bubblewrap_the_code_reward_is_refused(monkeypatch):
     for owner, name, value in (
         (grpo, "SANDBOX", "false"),  # it does not work, or is not there
-        (shutil, "which", lambda name: None),
+        (shutil, "which", lambda name, path: None),
     ):
         monkeypatch.setattr(owner, name, value)
         with pytest.raises(grpo.Error, match="bubblewrap.*--unsafe-code"):
