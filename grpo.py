@@ -616,10 +616,10 @@ class MasterAdamW:
             exp_avg, exp_avg_sq = self.moments[param]
             steps = torch.full((), self.num_steps - 1.0, device=grad.device)
             adamw(
-                [master],
-                [grad],
-                [exp_avg],
-                [exp_avg_sq],
+                params=[master],
+                grads=[grad],
+                exp_avgs=[exp_avg],
+                exp_avg_sqs=[exp_avg_sq],
                 max_exp_avg_sqs=[],
                 state_steps=[steps],  # to which it adds 1
                 lr=learning_rate,
