@@ -1225,8 +1225,8 @@ def read_answer(text):
     match = _VALUE.fullmatch(text)
     if match and match[5] not in _NO_UNITS and re.search("[1-9]", match[3] or "1"):
         sign, top, bottom, percent, unit = match.groups("")
-        top, bottom = (Fraction(x.replace(",", "") or 1) for x in (top, bottom))
-        number = top / bottom * (-1 if sign == "-" else 1)
+        number = Fraction(sign + top.replace(",", ""))
+        number /= Fraction(bottom.replace(",", "") or 1)
     text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # only between digits do spaces matter
     return number, percent, unit, text.lower() if text.isalpha() else text
 
@@ -1603,7 +1603,7 @@ def arithmetic(model, seed):
             rows.append(dict(prompt=prompt, answer=gold, solution=noisy))
         return rows
     for _ in range(2500):
-        a, b, c, d = (rng.randint(2, 99) for _ in range(4))
+        a, b, c, d = rng.choices(range(2, 100), k=4)
         prompt = f"Calculate {a} - {b} * ({c} - {d})."
         rows.append(dict(prompt=prompt, answer=a - b * (c - d)))
         prompt = f"Solve for x: {a} * x + {b} = {b - a * c}."
