@@ -566,8 +566,8 @@ def sharing_obstacle(model):
 # ------------------------------------------------------------------------------ update
 class MasterAdamW:
     """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
-    or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight, so
-    it is the upper half of a master, rounded, whose lower 16 bits are kept beside it.
+    or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: so
+    that is the upper half of a master, rounded, whose lower 16 bits are kept apart.
     Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`,
     `Error`, torch's `adamw` and FSDP's imports."""
 
@@ -632,7 +632,7 @@ class MasterAdamW:
                 fused=True,
             )
             if param in self.lower:
-                self.lower[param].copy_(bits)  # wraps: what is left is the nearest
+                self.lower[param].copy_(bits)  # wraps: the rest is the nearest
                 bits -= self.lower[param]
                 local(param).copy_(master)
         return norm
@@ -785,7 +785,7 @@ def train_step(run, train_rows, step):
     *_, completion_ids, mask = batch
     # 3. score them
     texts, scores, step_scores = score_completions(run, rows, batch)
-    rewards = scores["reward"].float()  # equal as numbers, not only nearly
+    rewards = scores["reward"].float()  # what is equal but for rounding is equal
     # 4. normalise the scores within each group
     scale = config.scale_rewards
     if step_scores:
@@ -1276,7 +1276,7 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
         if not isinstance(test, str):  # a list of them
             test = "\n".join(test)
         blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
-        languages = "", "python", "python3"
+        languages = "", "python", "python3", "py"
         python = [code for name, code in blocks if name.lower() in languages]
         return float(bool(python) and run_tests(python[-1], test, unsafe_code))
 

@@ -914,6 +914,17 @@ def test_steps_and_clipping_are_those_of_torch(scale):
             torch.testing.assert_close(param, twin, atol=1e-6, rtol=1e-4)
 
 
+def test_a_step_that_is_cut_off_counts_as_one(monkeypatch):
+    model = tiny_model("qwen2")
+    optimizer = grpo.MasterAdamW(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    monkeypatch.setattr(grpo, "adamw", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        optimizer.step(1e-3, 1.0)
+    assert optimizer.num_steps  # so that `train` does not save it
+
+
 def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
     """At a learning rate of 1e-6; bfloat16 weights alone would stand still."""
     half = tiny_model("qwen2").bfloat16()
@@ -1598,6 +1609,7 @@ COMPLETIONS = [  # completion, tests, reward
     ("```python\nx = 1\n```\n" + BLOCK, TESTS, 1.0),  # the last block counts
     (BLOCK + "\n```python\nx = 1\n```", TESTS, 0.0),
     (f"```\n{GOOD}```", TESTS, 1.0),
+    (f"```py\n{GOOD}```", TESTS, 1.0),
     (f"  ```Python3\n{GOOD}\n  ```", TESTS, 1.0),
     (f"```python\n{GOOD}", TESTS, 0.0),  # cut off
     ("no code", TESTS, 0.0),
@@ -2073,8 +2085,9 @@ LENGTHS = [6, 5, 6, 3], [1, 2, 1, 1], [6, 6, 2, 4], [1, 2, 2, 1]
 
 def gradients(obstacle, options):
     """Of one update on 4 prompts, of which this process has its part."""
-    options = dict(options, micro_batch_tokens=20, dtype="float32")
-    config = grpo.Config(max_completion_length=6, **options)
+    config = grpo.Config(
+        micro_batch_tokens=20, max_completion_length=6, dtype="float32", **options
+    )
     run = SimpleNamespace(config=config, device=grpo.join_ranks())
     with mock.patch.object(grpo, "sharing_obstacle", return_value=obstacle):
         grpo.load(run, "tiny")
