@@ -136,7 +136,8 @@ class Config:
                 raise Error(f"--{name.replace('_', '-')} must be at least {least}")
 
 
-LEAST = dict(prompts_per_step=1, num_generations=2, num_iterations=1, temperature=1e-9)
+LEAST = dict(prompts_per_step=1, num_generations=2, max_completion_length=1)  # else 0
+LEAST |= dict(num_iterations=1, temperature=1e-9)
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
@@ -221,10 +222,10 @@ def kl_k3(logp, ref_logp):
 
 
 def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
-    """New over old probability of each token, (N, C).
+    """New over old probability of each token, (N, C); 1 without `old_logp`.
     At level "sequence" all tokens of a completion have exp of the mean of their
     logp - old_logp (GSPO, arXiv:2507.18071, eq. 7). Needs `masked_mean`."""
-    log_ratio = logp - old_logp
+    log_ratio = logp - (logp if old_logp is None else old_logp).detach()
     if importance_sampling_level == "sequence":
         log_ratio = masked_mean(log_ratio, mask, dim=1)[:, None].expand_as(logp)
     elif importance_sampling_level != "token":
@@ -250,7 +251,6 @@ def clipped_surrogate(
     >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
     tensor([ 1.1225, -1.3096])
     """
-    old_logp = (logp if old_logp is None else old_logp).detach()
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + (epsilon_high or epsilon))
     advantages = advantages.reshape(len(logp), -1)  # (N, 1) or (N, C)
@@ -285,9 +285,9 @@ def grpo_loss(
     Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
-    old_logp = (logp if old_logp is None else old_logp).detach().masked_fill(~mask, 0)
-    advantages = advantages.reshape(len(mask), -1).expand_as(mask)  # (N, C)
-    advantages = advantages.masked_fill(~mask, 0)
+    if old_logp is not None:
+        old_logp = old_logp.masked_fill(~mask, 0)
+    advantages = advantages.reshape(len(mask), -1).masked_fill(~mask, 0)  # (N, C)
     level = importance_sampling_level
     surrogate = clipped_surrogate(
         logp, old_logp, advantages, epsilon, epsilon_high, mask, level
@@ -335,7 +335,7 @@ def sample(logits, temperature=1.0):
 
 def positions(attention_mask):
     """Position of each token, padding on the left not counted."""
-    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
 @torch.no_grad()
@@ -352,7 +352,7 @@ def generate(
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
     row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
     model is in eval mode and without `sharing_obstacle`; its generation config has no
-    part in it. Needs `sample`, `positions`, `F` and `DynamicCache` of transformers."""
+    part in it. Needs `sample`, `positions`, `cached_forward`, `F`, `DynamicCache`."""
     device = prompt_ids.device
     eos = torch.tensor(eos_token_ids, device=device)
     shape = len(prompt_ids) * num_generations, max_completion_length
@@ -362,17 +362,11 @@ def generate(
     # To see which rows have finished, the host has to wait for the GPU.
     look_every = 16 if prompt_ids.is_cuda else 1
     cache = DynamicCache(config=model.config)
-    attention_mask = prompt_mask.long()
-    next_ids = prompt_ids
+    attention_mask = prompt_mask
+    ids = prompt_ids  # what the model reads next
     for i in range(max_completion_length):
-        logits = model(
-            next_ids,
-            attention_mask=attention_mask,
-            position_ids=positions(attention_mask)[:, -next_ids.shape[1] :],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        output = cached_forward(model, ids, attention_mask, cache, logits_to_keep=1)
+        logits = output.logits[:, -1]
         if i == 0:  # the prompts have run once; their groups go on from there
             logits = logits.repeat_interleave(num_generations, 0)  # (N, V)
             attention_mask = attention_mask.repeat_interleave(num_generations, 0)
@@ -390,12 +384,11 @@ def generate(
                 sampled = sampled[unfinished]
                 finished = finished[unfinished]
                 attention_mask = attention_mask[unfinished]
-        attention_mask = F.pad(attention_mask, (0, 1), value=1)
-        next_ids = sampled[:, None]
+        attention_mask = F.pad(attention_mask, (0, 1), value=True)
+        ids = sampled[:, None]
     return completion_ids
 
 
-@torch.no_grad()
 def generate_with_transformers(
     model,
     prompt_ids,
@@ -431,18 +424,19 @@ def generate_with_transformers(
             completions.extend(output[:, ids.shape[1] :])
     finally:
         model.generation_config = own_config
-    ids = pad_sequence(completions, batch_first=True, padding_value=eos_token_ids[0])
-    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=eos_token_ids[0])
+    eos = eos_token_ids[0]
+    ids = pad_sequence(completions, batch_first=True, padding_value=eos)  # (N, longest)
+    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=eos)
 
 
 class LogNormaliser(torch.autograd.Function):
     """log of the sum of exp(hidden @ weight.T): (M, H), (V, H) -> (M,) float32.
-    It takes v words of the vocabulary at a time and computes their logits (M, v) again
-    in backward: all (M, V) are never in memory. Needs `AT_ONCE`."""
+    It takes v words of the vocabulary at a time (a GPU wants multiples of 64), computes
+    their logits (M, v) again in backward and never holds all. Needs `AT_ONCE`."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
-        ctx.size = max(1, AT_ONCE // max(1, len(hidden)))
+        ctx.size = max(64, AT_ONCE // max(1, len(hidden)) // 64 * 64)
         log_z = torch.tensor(-math.inf, device=hidden.device)
         for words in weight.split(ctx.size):  # (v, H)
             logits = (hidden @ words.t()).float()  # (M, v)
@@ -454,15 +448,18 @@ class LogNormaliser(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, log_z = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight)
-        parts = zip(weight.split(ctx.size), grad_weight.split(ctx.size))
-        for words, grad_words in parts:
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not with LoRA
+            grad_weight = torch.empty_like(weight)
+        for start in range(0, len(weight), ctx.size):
+            part = slice(start, start + ctx.size)
+            words = weight[part]
             logits = (hidden @ words.t()).float()
             softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
             grad_logits = softmax.mul_(grad[:, None]).to(words.dtype)
             grad_hidden += grad_logits @ words
-            if ctx.needs_input_grad[1]:  # not with LoRA
-                torch.mm(grad_logits.t(), hidden, out=grad_words)
+            if grad_weight is not None:
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight
 
 
@@ -483,7 +480,7 @@ def token_logprobs(
     `share_prompts` runs each prompt once and its completions on G copies of its
     key-value cache, through which gradients flow: only for models without
     `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`,
-    `forward_with_cache`, `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math`."""
+    `cached_forward`, `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math`."""
     num_generations = len(completion_ids) // len(prompt_ids)
     length = completion_ids.shape[1]
     ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
@@ -504,13 +501,15 @@ def token_logprobs(
         logp = logits.log_softmax(1).gather(1, ids[:, None])[:, 0]
     else:
         cache = DynamicCache(config=model.config)
-        hidden = forward_with_cache(model, prompt_ids, prompt_mask, cache)  # (B, P, H)
+        body = model.base_model  # all but the output layer
+        output = cached_forward(body, prompt_ids, prompt_mask, cache)
         # A prompt's last hidden state predicts the first tokens of its completions.
-        hidden = hidden[:, -1:].repeat_interleave(num_generations, 0)  # (N, 1, H)
+        hidden = output.last_hidden_state[:, -1:]  # (B, 1, H)
+        hidden = hidden.repeat_interleave(num_generations, 0)  # (N, 1, H)
         if length > 1:  # The hidden states of all but the last predict the others.
             cache.batch_repeat_interleave(num_generations)
-            rest = forward_with_cache(model, inputs, attention_mask, cache)
-            hidden = torch.cat([hidden, rest], 1)  # (N, C, H)
+            output = cached_forward(body, inputs, attention_mask, cache)
+            hidden = torch.cat([hidden, output.last_hidden_state], 1)  # (N, C, H)
         hidden = hidden[completion_mask] / temperature  # (M, H)
         weight = model.get_output_embeddings().weight  # (V, H)
         logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))
@@ -518,15 +517,16 @@ def token_logprobs(
     return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
 
 
-def forward_with_cache(model, ids, mask, cache):
-    """The last layer's hidden states of ids (N, L), continued from `cache`."""
-    return model.base_model(
+def cached_forward(module, ids, mask, cache, **options):
+    """The output of a model for ids (N, L), which continue what `cache` holds."""
+    return module(
         ids,
         attention_mask=mask.long(),
         position_ids=positions(mask)[:, -ids.shape[1] :],
         past_key_values=cache,
         use_cache=True,
-    )[0]
+        **options,
+    )
 
 
 def sharing_obstacle(model):
@@ -569,10 +569,9 @@ class MasterAdamW:
     or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: so
     that is the upper half of a master, rounded, whose lower 16 bits are kept apart.
     Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`,
-    `Error`, torch's `adamw` and FSDP's imports."""
+    `Error` and torch's `adamw`."""
 
     def __init__(self, model):
-        self.model = model
         self.num_steps = 0
         self.moments = {}
         self.lower = {}  # halves of the masters of bfloat16 weights
@@ -595,9 +594,6 @@ class MasterAdamW:
     def step(self, learning_rate, max_grad_norm):
         """Scale the gradient down to `max_grad_norm` (0: as it is), update, free it ->
         its norm before. Raises `Error` if that is not finite."""
-        for module in self.model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()  # a step is for the shards, not for whole weights
         params = [param for param in self.moments if param.grad is not None]
         norms = [torch.linalg.vector_norm(x.grad, dtype=torch.float32) for x in params]
         norm = whole(torch.stack(norms).norm()).item()
@@ -662,14 +658,14 @@ def take_rows(batch, rows):
     prompt_ids, prompt_mask, completion_ids, mask = batch
     prompts = rows[:, 0] // (len(mask) // len(prompt_ids))
     completions = rows.flatten()
-    left = prompt_mask[prompts].any(0)
-    right = mask[completions].any(0)
-    right[:2] = True  # with one token only, a rank would run fewer passes than others
+    prompt_columns = prompt_mask[prompts].any(0)  # (P,)
+    columns = mask[completions].any(0)  # (C,)
+    columns[:2] = True  # one token needs no second pass, for which other ranks wait
     return (
-        prompt_ids[prompts][:, left],
-        prompt_mask[prompts][:, left],
-        completion_ids[completions][:, right],
-        mask[completions][:, right],
+        prompt_ids[prompts][:, prompt_columns],
+        prompt_mask[prompts][:, prompt_columns],
+        completion_ids[completions][:, columns],
+        mask[completions][:, columns],
     )
 
 
@@ -680,7 +676,7 @@ def update(run, learning_rate, batch, advantages):
     _, prompt_mask, _, mask = batch
     # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
     tokens_per_rank = average(mask.sum().item())
-    advantages = advantages.to(mask.device).reshape(len(mask), -1).expand_as(mask)
+    advantages = advantages.to(mask.device).reshape(len(mask), -1)
     rows = torch.arange(len(mask)).view(len(prompt_mask), -1)  # (B, G)
     if run.reference is None:  # a group whose advantages are all 0 has no gradient
         live = advantages[rows].flatten(1).any(1).cpu()  # (B,)
@@ -688,11 +684,12 @@ def update(run, learning_rate, batch, advantages):
     prompt_lengths = prompt_mask.sum(1).cpu()
     lengths = mask.sum(1).cpu()
     num_live_tokens = lengths[rows].sum()
+    sizes = lengths  # in tokens
     if not run.share_prompts:  # then each completion runs with a prompt of its own
-        lengths = lengths + prompt_lengths.max()
-    part_rows = cut_micro_batches(rows, prompt_lengths, lengths, run.micro_batch_tokens)
+        sizes = lengths + prompt_lengths.max()
+    part_rows = cut_micro_batches(rows, prompt_lengths, sizes, run.micro_batch_tokens)
     parts = [take_rows(batch, numbers) for numbers in part_rows]
-    # Ranks wait for each other at every pass: some add parts whose mask is empty.
+    # Ranks wait for each other at every pass: some repeat a part with an empty mask.
     for _ in range(max(all_gather(len(part_rows))) - len(part_rows)):
         part_rows.append(part_rows[0])
         parts.append((*parts[0][:3], torch.zeros_like(parts[0][3])))
@@ -722,10 +719,14 @@ def update(run, learning_rate, batch, advantages):
                 num_tokens=tokens_per_rank,
             )
             loss.backward()
+            # This part's share of the tokens of all passes.
             share = part[-1].sum() / num_live_tokens / config.num_iterations
             for name, value in metrics.items():
                 totals[name] += (share * value).item()
             totals["loss"] += loss.item() / config.num_iterations
+        for module in run.policy.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()  # the step moves the shards, not the whole weights
         totals["grad_norm"] = run.optimizer.step(learning_rate, config.max_grad_norm)
     return totals
 
@@ -735,7 +736,7 @@ def train(config):
     """GRPO from the first prompt to the last checkpoint."""
     run, train_rows, eval_rows = set_up(config)
     stop = ""  # the signal that asked for an end
-    step = restore(run) if config.resume else 0
+    step = restore(run)
     num_updates = run.optimizer.num_steps
     heed_signals(run)
     if config.eval_every and step == 0:
@@ -747,7 +748,7 @@ def train(config):
             step += 1
             num_updates = run.optimizer.num_steps
             log(run, record)
-            pbar.set_postfix(reward=record["reward"], kl=record["kl"])
+            pbar.set_postfix(reward=record["reward"], kl=record["kl"], refresh=False)
             pbar.update()
             stop = max(all_gather(run.stop))  # a signal to any rank stops them all
             is_last = step == config.max_steps
@@ -779,7 +780,6 @@ def train_step(run, train_rows, step):
     start = time.perf_counter()
     # 1. take B prompts, of which each process has its share
     rows = prompt_batch(train_rows, step, config.prompts_per_step, config.seed)
-    rows = rows[RANK::WORLD_SIZE]
     # 2. sample G completions of each from the current policy
     batch = rollout(run, rows, num_generations, config.temperature)
     *_, completion_ids, mask = batch
@@ -830,7 +830,8 @@ def train_step(run, train_rows, step):
 
 
 def set_up(config):
-    """(run, rows to train on, rows held out), after the supervised steps."""
+    """(run, rows to train on, rows held out), after the supervised steps. `run` is what
+    all share: config, device, rewards, output_dir, `stop` and what `load` adds."""
     if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
         raise Error("several processes share --prompts-per-step evenly, without LoRA")
     run = SimpleNamespace(config=config, device=join_ranks())
@@ -866,7 +867,8 @@ def sft(run, rows):
     config = dataclasses.replace(
         run.config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
     )
-    run = SimpleNamespace(**vars(run) | dict(config=config))
+    run = copy.copy(run)
+    run.config = config
     load(run, config.model)
     examples = []
     for row in encode_prompts(rows, run):
@@ -877,8 +879,8 @@ def sft(run, rows):
                 examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
     progress = tqdm(range(config.sft_steps), "supervised", disable=RANK > 0)
     for i in progress:
-        mine = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
-        prompts, solutions = zip(*mine[RANK::WORLD_SIZE])
+        rows = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
+        prompts, solutions = zip(*rows)
         batch = *pad(prompts, "left", run.device), *pad(solutions, "right", run.device)
         metrics = update(run, config.sft_learning_rate, batch, torch.ones(len(prompts)))
         progress.set_postfix(loss=metrics["entropy"])  # mean of -logp: cross-entropy
@@ -941,7 +943,7 @@ def score_completions(run, rows, batch):
                 means[i] = sum(numbers) / max(1, len(numbers))
             groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
             judged_mean = groups.nanmean(1, keepdim=True).nan_to_num()
-            filled = groups.where(~groups.isnan(), judged_mean).flatten()
+            filled = torch.where(groups.isnan(), judged_mean, groups).flatten()
             scores[f"rewards/{name}"] = filled
             scores["reward"] += weight * filled
     except (Exception, SystemExit) as error:
@@ -963,7 +965,7 @@ def split_steps(tokenizer, ids):
             if text.strip():
                 steps.append((text.strip(), i))
                 start = i + 1
-    if steps:
+    if steps:  # what follows the last step, such as the EOS, belongs to it
         steps[-1] = (steps[-1][0], len(ids) - 1)
     return steps
 
@@ -976,7 +978,7 @@ def ends_line(tokenizer, token):
 
 def evaluate(run, rows, step):
     """Mean rewards of greedy completions of the held-out rows, logged."""
-    # All processes have as many rows, and at most as many completions as in training.
+    # Every process has the same number of rows, and decodes no more than in training.
     mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
     size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
     columns = defaultdict(list)
@@ -1119,21 +1121,20 @@ def encode_prompts(rows, run):
 
 
 def prompt_batch(rows, step, size, seed):
-    """The `size` rows of step 1, 2, …, in shuffled epochs: a function of the step."""
+    """This process's share of the `size` rows of step 1, 2, …, in shuffled epochs."""
     if len(rows) < size:
         raise Error(f"--prompts-per-step {size}: there are only {len(rows)} rows")
     epoch, i = divmod(step - 1, len(rows) // size)
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(len(rows), generator=generator)
-    return [rows[j] for j in order[i * size : (i + 1) * size]]
+    return [rows[j] for j in order[i * size : (i + 1) * size][RANK::WORLD_SIZE]]
 
 
 def pad(sequences, side, device):
     """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool."""
-    ids = [torch.tensor(sequence, device=device) for sequence in sequences]
-    mask = [torch.ones_like(sequence, dtype=torch.bool) for sequence in ids]
-    ids = pad_sequence(ids, batch_first=True, padding_side=side)
-    return ids, pad_sequence(mask, batch_first=True, padding_side=side)
+    rows = [torch.tensor(sequence, device=device) for sequence in sequences]
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side)
+    return ids.clamp(min=0), ids >= 0  # no token's id is -1
 
 
 # ----------------------------------------------------------------------------- rewards
@@ -1288,13 +1289,13 @@ SANDBOX = "bwrap --unshare-all --die-with-parent --new-session --proc /proc --de
 SANDBOX += " --tmpfs /tmp --chdir /tmp"
 
 
-def run_tests(code, tests, unsafe_code=False, seconds=5, megabytes=512):
+def run_tests(code, tests, unsafe_code=False, seconds=5):
     """Whether `code`, then `tests` end well: `seconds` of CPU, 3 times that in all."""
     text = f"{code}\n{tests}"
     secret = secrets.token_hex()  # a program that ends early does not print it
     program = f"""
 import resource
-limits = dict(CPU={seconds}, AS={megabytes << 20}, FSIZE=1 << 20, NPROC=256)
+limits = dict(CPU={seconds}, AS=512 << 20, FSIZE=1 << 20, NPROC=256)
 for name, limit in limits.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
 exec({text!r})
@@ -1373,9 +1374,8 @@ def load_model(name, device, seed):
             model = model.merge_and_unload().requires_grad_(True)
     model.to(device).eval()  # no dropout: sampling, old, new and reference agree
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
-    eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
-    eos = [token for token in dict.fromkeys(eos) if token is not None]
-    return model, tokenizer, eos
+    eos_token_ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    return model, tokenizer, [token for token in eos_token_ids if token is not None]
 
 
 def load(run, name):
@@ -1416,7 +1416,7 @@ def load(run, name):
             without_adapter = run.lora.disable_adapter
         else:
             frozen, _, _ = load_model(name, run.device, config.seed)
-            make_ready(run, frozen.requires_grad_(False), run.dtype)
+            make_ready(run, frozen, run.dtype)
 
         def reference(*batch):
             with torch.no_grad(), without_adapter():
@@ -1436,7 +1436,7 @@ def fit_micro_batch(run):
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.moments)
-    free -= 2 * run.policy.num_parameters()  # which several processes gather
+    free -= 4 * run.policy.num_parameters()  # gathered, or waiting for the prompts'
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * run.dtype.itemsize * units)
     tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
@@ -1502,11 +1502,11 @@ def make_ready(run, model, dtype):
     )
     if WORLD_SIZE == 1:
         return
-    policy = fsdp.MixedPrecisionPolicy(run.dtype, reduce_dtype=torch.float32)
+    precision = fsdp.MixedPrecisionPolicy(run.dtype, reduce_dtype=torch.float32)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in [*layers, model]:
         fsdp.fully_shard(
-            module, mp_policy=policy, reshard_after_forward=model is not run.policy
+            module, mp_policy=precision, reshard_after_forward=model is not run.policy
         )
     model.set_reshard_after_backward(False)  # whole until the optimizer's step
     fsdp.register_fsdp_forward_method(model, "token_logprobs")
@@ -1571,15 +1571,15 @@ def checkpoints(output_dir):
     return sorted(output_dir.glob("checkpoint-[0-9]*"), key=lambda x: int(x.name[11:]))
 
 
-@torch.no_grad()
 def restore(run):
     """Weights, optimizer and logs as they were at the newest checkpoint -> its step."""
-    if not checkpoints(run.output_dir):  # it ended before the first
+    found = checkpoints(run.output_dir)
+    if not found:
         return 0
-    path = checkpoints(run.output_dir)[-1]
+    path = found[-1]
     file = path / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
     if not file.exists():
-        raise Error(f"--resume: {path} is of another number of processes")
+        raise Error(f"no {file}: not of this run, or of another number of processes")
     saved = torch.load(file, map_location="cpu", weights_only=True)
     run.optimizer.num_steps = saved["num_steps"]
     for target, tensor in zip(run.optimizer.tensors(), saved["tensors"], strict=True):
@@ -1596,7 +1596,7 @@ def arithmetic(model, seed):
     rng = random.Random(seed)
     rows = []
     if model == "tiny":
-        for i in rng.sample(range(500), 500):
+        for i in range(500):
             gold = i // 10 + i % 10
             noisy = gold + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
             prompt = f"{i // 10}+{i % 10}="
@@ -1634,7 +1634,7 @@ def tiny_model(seed):
         eos_token_id=0,
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
+    return AutoModelForCausalLM.from_config(config), tokenizer
 
 
 # ------------------------------------------------------------------------ command line
@@ -1669,7 +1669,7 @@ def parse_args(argv=None):
             parser.add_argument(name, help=text, choices=get_args(kind))
         else:
             parser.add_argument(name, help=text, type=kind, metavar="X")
-    typed = vars(parser.parse_args(argv))  # nothing else
+    typed = vars(parser.parse_args(argv))  # no defaults: they are suppressed
     options = {}
     if "resume" in typed:
         folder = re.sub(r"/checkpoint-\d+/*$", "", typed["resume"])
@@ -1681,7 +1681,7 @@ def parse_args(argv=None):
 
 
 def main():
-    """The command line."""
+    """Train as the command line says; a mistake of the user ends in one line."""
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     transformers.utils.logging.disable_progress_bar()
     try:
