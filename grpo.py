@@ -1436,7 +1436,7 @@ def fit_micro_batch(run):
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.moments)
-    free -= 4 * run.policy.num_parameters()  # gathered, or waiting for the prompts'
+    free -= 4 * run.policy.num_parameters()  # completions' gradients wait for prompts'
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * run.dtype.itemsize * units)
     tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
