@@ -864,11 +864,10 @@ def set_up(config):
 def sft(run, rows):
     """Supervised steps on the rows' solutions; the model is left in OUTPUT_DIR/sft.
     An update with advantage 1 and no reference follows the cross-entropy's gradient."""
-    config = dataclasses.replace(
+    run = copy.copy(run)
+    run.config = config = dataclasses.replace(
         run.config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
     )
-    run = copy.copy(run)
-    run.config = config
     load(run, config.model)
     examples = []
     for row in encode_prompts(rows, run):
@@ -877,6 +876,7 @@ def sft(run, rows):
             ids = run.tokenizer.encode(str(solution), add_special_tokens=False)
             if 0 < len(ids) < config.max_completion_length:
                 examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
+    print0(f"{len(examples)} of {len(rows)} rows have a solution that fits")
     progress = tqdm(range(config.sft_steps), "supervised", disable=RANK > 0)
     for i in progress:
         rows = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
