@@ -660,7 +660,7 @@ def take_rows(batch, rows):
     completions = rows.flatten()
     prompt_columns = prompt_mask[prompts].any(0)  # (P,)
     columns = mask[completions].any(0)  # (C,)
-    columns[:2] = True  # one token needs no second pass, for which other ranks wait
+    columns[:2] = True  # no rank may skip the second pass that others make
     return (
         prompt_ids[prompts][:, prompt_columns],
         prompt_mask[prompts][:, prompt_columns],
@@ -1572,7 +1572,7 @@ def checkpoints(output_dir):
 
 
 def restore(run):
-    """Weights, optimizer and logs as they were at the newest checkpoint -> its step."""
+    """Weights, optimizer and logs as they were at the newest checkpoint -> its step, or 0."""
     found = checkpoints(run.output_dir)
     if not found:
         return 0
