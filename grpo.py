@@ -1572,7 +1572,7 @@ def checkpoints(output_dir):
 
 
 def restore(run):
-    """Weights, optimizer and logs as they were at the newest checkpoint -> its step, or 0."""
+    """Weights, optimizer and logs of the newest checkpoint; returns its step, or 0."""
     found = checkpoints(run.output_dir)
     if not found:
         return 0
