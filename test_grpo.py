@@ -1543,10 +1543,10 @@ def test_a_reward_that_is_not_there_is_named(mine, spec):
 # -------------------------------------------------------------- rewards of the README
 
 README_SCORES = {  # reward: completion, other columns, score
-    "short_and_right": ("so 42", dict(answer="42", completion_ids=[1, 2]), 0.998),
+    "short_and_right": ("so 42", dict(answer="#### 42", completion_ids=[1, 2]), 0.998),
     "language": ("so x = 因此 5", dict(), 0.6),
     "step": ("", dict(steps=["3+4=7", "7 * 5 = 36", "so"]), [1.0, 0.0, 0.5]),
-    "math": ("$1 + x$", dict(answer="x+1"), 1.0),
+    "math": ("$1 + x$", dict(answer="so #### x+1"), 1.0),
 }
 REPLIES = {
     "Score: 7": 0.7,
