@@ -24,11 +24,11 @@ vocabulary, H hidden size, M completion tokens without padding.
 
 Where this departs from the papers and from common tutorials:
   - Equal rewards have advantage exactly 0; rounding could make it ±0.8.
-  - A completion's mask ends with its first EOS; `ids != pad` hides it where pad is EOS.
+  - A completion's mask includes its first EOS; `ids != pad` loses it if pad is EOS.
   - With one update per rollout the ratio is exactly 1 and nothing is clipped.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
   - AdamW moves float32 weights: at a learning rate of 1e-6 bfloat16 would stand still.
-  - A group's prompt runs through each model once.
+  - A prompt runs once for its group, not once for each completion.
 """
 
 import argparse
@@ -75,7 +75,7 @@ from transformers.utils import find_adapter_config_file
 
 RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
-# Elements of a large product that are computed at once; those of a CPU fit its cache.
+# Number of logits that `LogNormaliser` computes at once; on a CPU they fit its cache.
 AT_ONCE = 2**25 if torch.cuda.is_available() else 2**19
 
 
@@ -86,7 +86,7 @@ class Error(Exception):
 # ------------------------------------------------------------------------------ config
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every option of a run. The command line is made of it, the comments its help."""
+    """Every option of a run: the command line is made from it, --help from comments."""
 
     # model and data
     model: str = "tiny"  # Hub name or folder of a causal language model
@@ -95,7 +95,7 @@ class Config:
     reward: tuple = ("accuracy",)  # accuracy, format, code, FILE.py:FUNCTION [=WEIGHT]
     unsafe_code: bool = False  # the code reward without bubblewrap: it can do anything
     chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
-    prompt_template: str = ""  # text around {question}; else asks for \boxed{}
+    prompt_template: str = ""  # text around {question}; else a \boxed{} for accuracy
     system_prompt: str = ""  # system message of every prompt
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU
     # sampling
@@ -134,15 +134,17 @@ class Config:
             least = LEAST.get(name, 0)
             if isinstance(value, (int, float)) and not value >= least:
                 raise Error(f"--{name.replace('_', '-')} must be at least {least}")
+        if "{question}" not in (self.prompt_template or "{question}"):
+            raise Error("--prompt-template must contain {question}")
 
 
 LEAST = dict(prompts_per_step=1, num_generations=2, max_completion_length=1)  # else 0
-LEAST |= dict(num_iterations=1, temperature=1e-9)
+LEAST.update(num_iterations=1, temperature=1e-9)
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
 def completion_mask(completion_ids, eos_token_ids):
-    """True through the first EOS of each row, it included: ids (N, C) -> bool (N, C).
+    """True up to and including each row's first EOS: ids (N, C) -> bool (N, C).
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2]).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
@@ -166,7 +168,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    # By rounding equal rewards can differ from their mean, and their std is as small.
+    # Rounding can put the mean of equal rewards one bit off; their std is that bit.
     equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     return advantages.masked_fill(equal, 0).view(-1)
 
@@ -179,7 +181,7 @@ def process_advantages(
     eps=1e-8,
     scale_rewards="group",
 ):
-    """Process supervision (DeepSeekMath 4.1.3): advantages of tokens (N, num_tokens).
+    """Process supervision (DeepSeekMath 4.1.3): (N, C) advantages, C = `num_tokens`.
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
     token's advantage sums those of the steps that end at or after it. Raises ValueError
@@ -196,7 +198,7 @@ def process_advantages(
             for reward, end in zip(step_rewards[i], step_ends[i], strict=True):
                 numbers.append(float(reward))
                 ends.append((i, end))
-        if len(numbers) > 1:  # a single step is its own mean
+        if len(numbers) > 1:  # all steps are one group; a single one is its own mean
             rewards = torch.tensor(numbers)
             normalised = group_advantages(rewards, len(rewards), scale_rewards, eps)
             for (i, end), advantage in zip(ends, normalised):
@@ -211,8 +213,8 @@ def masked_mean(x, mask, dim=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    Over tokens sampled from the policy the mean of exp(d) is 1, that of -d and so of
-    this is KL(policy, reference): DeepSeekMath eq. 4, Schulman's k3
+    Over tokens sampled from the policy exp(d) - 1 averages 0 and -d KL(policy,
+    reference), and so does this: DeepSeekMath eq. 4, Schulman's k3
     (joschu.net/blog/kl-approx.html). bfloat16 would round it away.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
@@ -359,8 +361,7 @@ def generate(
     completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
     live = torch.arange(shape[0], device=device)  # rows that are not finished
     finished = torch.zeros_like(live, dtype=torch.bool)
-    # To see which rows have finished, the host has to wait for the GPU.
-    look_every = 16 if prompt_ids.is_cuda else 1
+    look_every = 16 if prompt_ids.is_cuda else 1  # to look is to wait for the GPU
     cache = DynamicCache(config=model.config)
     attention_mask = prompt_mask
     ids = prompt_ids  # what the model reads next
@@ -373,7 +374,7 @@ def generate(
             cache.batch_repeat_interleave(num_generations)
         sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
         completion_ids[live, i] = sampled
-        finished = torch.isin(sampled, eos)  # stays true of rows filled with it
+        finished = torch.isin(sampled, eos)  # rows that have finished are given EOS
         if i % look_every == 0:
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
@@ -401,7 +402,9 @@ def generate_with_transformers(
 ):
     """`generate` for any model. Each prompt runs alone, as some recurrent models sample
     wrongly after padding; with a `static` cache (GPU: CUDA graphs) all at once."""
-    config = transformers.GenerationConfig(
+    own_config = model.generation_config
+    # Not as an argument: what is unset there would come from the model's own config.
+    model.generation_config = transformers.GenerationConfig(
         max_new_tokens=max_completion_length,
         do_sample=temperature > 0,
         temperature=temperature or None,
@@ -411,22 +414,83 @@ def generate_with_transformers(
         pad_token_id=eos_token_ids[0],
         cache_implementation="static" if static else None,
     )
-    # What is unset here would come from the model's own config, such as a penalty.
-    own_config = model.generation_config
-    model.generation_config = config
     completions = []
     size = len(prompt_ids) if static else 1
     try:
         for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
             ids = ids[:, mask.any(0)]
             mask = mask[:, mask.any(0)].long()
-            output = model.generate(ids, config, attention_mask=mask)
-            completions.extend(output[:, ids.shape[1] :])
+            output = model.generate(ids, attention_mask=mask)[:, ids.shape[1] :]
+            missing = max_completion_length - output.shape[1]
+            completions.append(F.pad(output, (0, missing), value=eos_token_ids[0]))
     finally:
         model.generation_config = own_config
-    eos = eos_token_ids[0]
-    ids = pad_sequence(completions, batch_first=True, padding_value=eos)  # (N, longest)
-    return F.pad(ids, (0, max_completion_length - ids.shape[1]), value=eos)
+    return torch.cat(completions)  # (N, C)
+
+
+def token_logprobs(
+    model,
+    prompt_ids,
+    prompt_mask,
+    completion_ids,
+    completion_mask,
+    temperature=1.0,
+    share_prompts=True,
+):
+    """log-prob of each completion token given all before it: (N, C) float32.
+    0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids,
+    completion_mask: (N, C), right-padded, bool, rows b*G … b*G+G-1 continue prompt b.
+    The model must be in eval mode: dropout and gradient checkpointing change values.
+    Its logits are divided by `temperature`, as in sampling.
+    `share_prompts` runs each prompt once and its completions on G copies of its
+    key-value cache, through which gradients flow: only for models without
+    `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`,
+    `cached_forward`, `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math`."""
+    num_generations = len(completion_ids) // len(prompt_ids)
+    length = completion_ids.shape[1]
+    ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
+    inputs = completion_ids[:, :-1]  # the last token predicts nothing
+    repeated_mask = prompt_mask.repeat_interleave(num_generations, 0)
+    ones = torch.ones_like(inputs, dtype=torch.bool)  # padding behind is never seen
+    attention_mask = torch.cat([repeated_mask, ones], 1)  # (N, P + C - 1)
+    if not share_prompts:
+        repeated_ids = prompt_ids.repeat_interleave(num_generations, 0)
+        logits = model.forward(
+            torch.cat([repeated_ids, inputs], 1),
+            attention_mask=attention_mask.long(),
+            position_ids=positions(attention_mask),
+            use_cache=False,
+            logits_to_keep=length,
+        ).logits[:, -length:]
+        logits = logits[completion_mask].float() / temperature  # (M, V)
+        logp = -F.cross_entropy(logits, ids, reduction="none")
+    else:
+        cache = DynamicCache(config=model.config)
+        body = model.base_model  # all but the output layer
+        output = cached_forward(body, prompt_ids, prompt_mask, cache)
+        # A prompt's last hidden state predicts the first tokens of its completions.
+        hidden = output.last_hidden_state[:, -1:].repeat_interleave(num_generations, 0)
+        if length > 1:  # The hidden states of all but the last predict the others.
+            cache.batch_repeat_interleave(num_generations)
+            output = cached_forward(body, inputs, attention_mask, cache)
+            hidden = torch.cat([hidden, output.last_hidden_state], 1)  # (N, C, H)
+        hidden = hidden[completion_mask] / temperature  # (M, H): divides the logits
+        weight = model.get_output_embeddings().weight  # (V, H): a row for each token
+        logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))  # (M,)
+        logp = logits.float() - LogNormaliser.apply(hidden, weight)
+    return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
+
+
+def cached_forward(module, ids, mask, cache, **options):
+    """Run ids (N, L) after what `cache` holds and add them to it; mask is of both."""
+    return module(
+        ids,
+        attention_mask=mask.long(),
+        position_ids=positions(mask)[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=True,
+        **options,
+    )
 
 
 class LogNormaliser(torch.autograd.Function):
@@ -463,72 +527,6 @@ class LogNormaliser(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight
 
 
-def token_logprobs(
-    model,
-    prompt_ids,
-    prompt_mask,
-    completion_ids,
-    completion_mask,
-    temperature=1.0,
-    share_prompts=True,
-):
-    """log-prob of each completion token given all before it: (N, C) float32.
-    0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids,
-    completion_mask: (N, C), right-padded, bool, rows b*G … b*G+G-1 continue prompt b.
-    The model must be in eval mode: dropout and gradient checkpointing change values.
-    Its logits are divided by `temperature`, as in sampling.
-    `share_prompts` runs each prompt once and its completions on G copies of its
-    key-value cache, through which gradients flow: only for models without
-    `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`,
-    `cached_forward`, `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math`."""
-    num_generations = len(completion_ids) // len(prompt_ids)
-    length = completion_ids.shape[1]
-    ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
-    inputs = completion_ids[:, :-1]  # the last token predicts nothing
-    repeated_mask = prompt_mask.repeat_interleave(num_generations, 0)
-    ones = torch.ones_like(inputs, dtype=torch.bool)  # no token sees what follows it
-    attention_mask = torch.cat([repeated_mask, ones], 1)  # (N, P + C - 1)
-    if not share_prompts:
-        repeated_ids = prompt_ids.repeat_interleave(num_generations, 0)
-        logits = model.forward(
-            torch.cat([repeated_ids, inputs], 1),
-            attention_mask=attention_mask.long(),
-            position_ids=positions(attention_mask),
-            use_cache=False,
-            logits_to_keep=length,
-        ).logits[:, -length:]
-        logits = logits[completion_mask].float() / temperature  # (M, V)
-        logp = logits.log_softmax(1).gather(1, ids[:, None])[:, 0]
-    else:
-        cache = DynamicCache(config=model.config)
-        body = model.base_model  # all but the output layer
-        output = cached_forward(body, prompt_ids, prompt_mask, cache)
-        # A prompt's last hidden state predicts the first tokens of its completions.
-        hidden = output.last_hidden_state[:, -1:]  # (B, 1, H)
-        hidden = hidden.repeat_interleave(num_generations, 0)  # (N, 1, H)
-        if length > 1:  # The hidden states of all but the last predict the others.
-            cache.batch_repeat_interleave(num_generations)
-            output = cached_forward(body, inputs, attention_mask, cache)
-            hidden = torch.cat([hidden, output.last_hidden_state], 1)  # (N, C, H)
-        hidden = hidden[completion_mask] / temperature  # (M, H)
-        weight = model.get_output_embeddings().weight  # (V, H)
-        logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))
-        logp = logits.float() - LogNormaliser.apply(hidden, weight)
-    return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
-
-
-def cached_forward(module, ids, mask, cache, **options):
-    """The output of a model for ids (N, L), which continue what `cache` holds."""
-    return module(
-        ids,
-        attention_mask=mask.long(),
-        position_ids=positions(mask)[:, -ids.shape[1] :],
-        past_key_values=cache,
-        use_cache=True,
-        **options,
-    )
-
-
 def sharing_obstacle(model):
     """What keeps `token_logprobs` and `generate` from sharing prompts; "" if nothing.
     Values and gradients must be those of the plain forward: Gemma 2 caps its logits,
@@ -555,7 +553,7 @@ def sharing_obstacle(model):
         raise Error(f"{type(model).__name__}: padding or later tokens change log-probs")
     try:
         shared_logp, shared_grad = compute(*padded, share_prompts=True)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # RuntimeErrors as well
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return one_line(error)
@@ -567,7 +565,7 @@ def sharing_obstacle(model):
 class MasterAdamW:
     """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
     or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: so
-    that is the upper half of a master, rounded, whose lower 16 bits are kept apart.
+    the weight is its master rounded to the upper 16 bits; `lower` keeps the other 16.
     Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`,
     `Error` and torch's `adamw`."""
 
@@ -600,7 +598,7 @@ class MasterAdamW:
         if not math.isfinite(norm):
             raise Error(f"the gradient's norm is {norm}: it has moved no weight")
         scale = min(1.0, (max_grad_norm or math.inf) / (norm + 1e-6))
-        self.num_steps += 1  # at once: a step that is cut off must not be saved
+        self.num_steps += 1  # first, so that `train` never saves half a step
         for param in params:
             master = local(param).float()  # the weight itself where that is float32
             if param in self.lower:
@@ -628,16 +626,16 @@ class MasterAdamW:
                 fused=True,
             )
             if param in self.lower:
-                self.lower[param].copy_(bits)  # wraps: the rest is the nearest
-                bits -= self.lower[param]
+                self.lower[param].copy_(bits)  # the lower 16, as a signed number
+                bits -= self.lower[param]  # leaves the nearest bfloat16
                 local(param).copy_(master)
         return norm
 
 
 def cut_micro_batches(rows, prompt_lengths, lengths, max_tokens):
     """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens.
-    prompt_lengths: (B,), lengths of completions: (N,). The longest come first, in each
-    group and of the groups: little is padding. One completion may exceed the budget."""
+    prompt_lengths: (B,), lengths of completions: (N,). Groups, and completions in each,
+    are sorted, longest first, to save padding. A single completion may exceed it."""
     num_generations = len(lengths) // len(prompt_lengths)
     rows = rows.gather(1, lengths[rows].argsort(1, descending=True))
     rows = rows[lengths[rows[:, 0]].argsort(descending=True)]
@@ -654,13 +652,13 @@ def cut_micro_batches(rows, prompt_lengths, lengths, max_tokens):
 
 
 def take_rows(batch, rows):
-    """Rows (prompts, completions of each) of a batch, without columns of padding."""
+    """The part of a batch with these row numbers, without columns of padding."""
     prompt_ids, prompt_mask, completion_ids, mask = batch
     prompts = rows[:, 0] // (len(mask) // len(prompt_ids))
     completions = rows.flatten()
     prompt_columns = prompt_mask[prompts].any(0)  # (P,)
     columns = mask[completions].any(0)  # (C,)
-    columns[:2] = True  # no rank may skip the second pass that others make
+    columns[:2] = True  # with one, `token_logprobs` skips a pass that other ranks make
     return (
         prompt_ids[prompts][:, prompt_columns],
         prompt_mask[prompts][:, prompt_columns],
@@ -680,10 +678,9 @@ def update(run, learning_rate, batch, advantages):
     rows = torch.arange(len(mask)).view(len(prompt_mask), -1)  # (B, G)
     if run.reference is None:  # a group whose advantages are all 0 has no gradient
         live = advantages[rows].flatten(1).any(1).cpu()  # (B,)
-        rows = rows[live] if live.any() else rows[:1]
+        rows = rows[live] if live.any() else rows[:1]  # one, for a gradient of 0
     prompt_lengths = prompt_mask.sum(1).cpu()
     lengths = mask.sum(1).cpu()
-    num_live_tokens = lengths[rows].sum()
     sizes = lengths  # in tokens
     if not run.share_prompts:  # then each completion runs with a prompt of its own
         sizes = lengths + prompt_lengths.max()
@@ -697,10 +694,12 @@ def update(run, learning_rate, batch, advantages):
         param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
     ref_logps = [run.reference(*part) if run.reference else None for part in parts]
     old_logps = []
-    totals = defaultdict(float)
+    num_live_tokens = average(lengths[rows].sum().item())  # of a rank, in one pass
+    totals = defaultdict(float, num_tokens=tokens_per_rank * WORLD_SIZE)
     for iteration in range(config.num_iterations):
         for i, part in enumerate(parts):
-            logp = run.policy.token_logprobs(*part)
+            *_, part_mask = part
+            logp = run.policy.token_logprobs(*part)  # bound in `make_ready`
             if iteration == 0:  # before any weight has moved
                 old_logps.append(logp.detach())
             loss, metrics = grpo_loss(
@@ -708,7 +707,7 @@ def update(run, learning_rate, batch, advantages):
                 old_logps[i],
                 ref_logps[i],
                 advantages[part_rows[i].flatten(), : logp.shape[1]],
-                part[-1],
+                part_mask,
                 epsilon=config.epsilon,
                 epsilon_high=config.epsilon_high,
                 beta=config.beta,
@@ -719,8 +718,7 @@ def update(run, learning_rate, batch, advantages):
                 num_tokens=tokens_per_rank,
             )
             loss.backward()
-            # This part's share of the tokens of all passes.
-            share = part[-1].sum() / num_live_tokens / config.num_iterations
+            share = part_mask.sum() / num_live_tokens / config.num_iterations  # of all
             for name, value in metrics.items():
                 totals[name] += (share * value).item()
             totals["loss"] += loss.item() / config.num_iterations
@@ -739,11 +737,11 @@ def train(config):
     step = restore(run)
     num_updates = run.optimizer.num_steps
     heed_signals(run)
-    if config.eval_every and step == 0:
-        evaluate(run, eval_rows, 0)
     pbar = tqdm(total=config.max_steps, initial=step, disable=RANK > 0)
     try:
         while step < config.max_steps and not stop:
+            if config.eval_every and step % config.eval_every == 0:
+                evaluate(run, eval_rows, step)
             record = train_step(run, train_rows, step + 1)
             step += 1
             num_updates = run.optimizer.num_steps
@@ -752,12 +750,12 @@ def train(config):
             pbar.update()
             stop = max(all_gather(run.stop))  # a signal to any rank stops them all
             is_last = step == config.max_steps
-            if config.eval_every and (is_last or step % config.eval_every == 0):
-                evaluate(run, eval_rows, step)
             if is_last or (config.save_every and step % config.save_every == 0):
                 save(run, f"checkpoint-{step}")
-        if step < config.max_steps:
+        if step < config.max_steps:  # stopped by a signal: saved below
             raise Error(f"{stop} after step {step}: --resume {run.output_dir}")
+        if config.eval_every:
+            evaluate(run, eval_rows, step)
     except BaseException as error:
         # Save the last finished step, unless weights have moved since, or one of
         # several processes has failed alone: an `Error` is raised by all of them.
@@ -785,7 +783,7 @@ def train_step(run, train_rows, step):
     *_, completion_ids, mask = batch
     # 3. score them
     texts, scores, step_scores = score_completions(run, rows, batch)
-    rewards = scores["reward"].float()  # what is equal but for rounding is equal
+    rewards = scores["reward"].float()  # sums such as 0.1 + 0.2 and 0.3 are equal
     # 4. normalise the scores within each group
     scale = config.scale_rewards
     if step_scores:
@@ -794,12 +792,12 @@ def train_step(run, train_rows, step):
         )
     else:
         advantages = group_advantages(rewards, num_generations, scale)
-    # 5. ascend the clipped surrogate, held to the reference
+    # 5. minimise -min(ratio A, clip(ratio) A) + beta KL
     middle = time.perf_counter()
     learning_rate = config.learning_rate * min(1, step / max(1, config.warmup_steps))
     metrics = update(run, learning_rate, batch, advantages)
     end = time.perf_counter()
-    # 6. look at it
+    # 6. measure it
     eos = torch.tensor(run.eos_token_ids, device=run.device)
     groups = rewards.view(-1, num_generations)
     columns = dict(
@@ -815,7 +813,6 @@ def train_step(run, train_rows, step):
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**30
     metrics.update(
-        num_tokens=sum(all_gather(mask.sum().item())),
         learning_rate=learning_rate,
         rollout_seconds=middle - start,
         update_seconds=end - middle,
@@ -823,10 +820,114 @@ def train_step(run, train_rows, step):
         peak_memory_gb=memory,
     )
     if config.eval_every and (step == 1 or step % config.eval_every == 0):
-        firsts = zip(rows[:3], texts[::num_generations], groups[:, 0])
-        for row, text, reward in firsts:  # a completion of each of three prompts
+        for row, text, reward in zip(rows[:3], texts[::num_generations], groups[:, 0]):
             print0(f"reward {reward:.3g}: {row['prompts'][-80:]!r} -> {text[:300]!r}")
     return dict(step=step, **{name: average(x) for name, x in metrics.items()})
+
+
+def rollout(run, rows, num_generations, temperature):
+    """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask."""
+    prompts = pad([row["prompt_ids"] for row in rows], "left", run.device)
+    completion_ids = run.generate(
+        run.policy,
+        *prompts,
+        num_generations,
+        run.config.max_completion_length,
+        run.eos_token_ids,
+        temperature=temperature,
+    )
+    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
+
+
+def score_completions(run, rows, batch):
+    """What the completions of B rows are worth -> texts, scores, step_scores.
+    A reward function gives each completion a number; or None, not judged, which becomes
+    the mean of its group; or a list of numbers, one for each step. scores: {reward,
+    rewards/<name>: (N,)}; a list counts as its mean. step_scores: None or, with lists,
+    step_rewards and step_ends of `process_advantages`; a number is a last step."""
+    *_, completion_ids, mask = batch
+    num_generations = len(mask) // len(rows)
+    ids = [x[:n] for x, n in zip(completion_ids.tolist(), mask.sum(1).tolist())]
+    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    steps = [split_steps(run.tokenizer, x) for x in ids]  # of each completion
+    columns = dict(completions=texts, completion_ids=ids)
+    columns["steps"] = [[text for text, _ in x] for x in steps]
+    for column in rows[0].keys() - columns.keys():
+        columns[column] = [row[column] for row in rows for _ in range(num_generations)]
+    scores = dict(reward=torch.zeros(len(texts)).double())
+    step_rewards = [[] for _ in texts]
+    step_ends = [[] for _ in texts]
+    step_scores = None
+    failure = ""
+    try:
+        for name, (function, weight) in run.rewards.items():
+            values = function(**copy.deepcopy(columns))
+            if not isinstance(values, list) or len(values) != len(texts):
+                raise ValueError(f"it must return a list of {len(texts)} values")
+            means = [math.nan] * len(texts)
+            for i, value in enumerate(values):
+                if value is None:
+                    continue
+                numbers = [value]
+                ends = [len(ids[i]) - 1]
+                if isinstance(value, list):
+                    step_scores = step_rewards, step_ends  # still being filled
+                    numbers = value
+                    ends = [end for _, end in steps[i]]
+                if len(numbers) != len(ends) or not all(map(math.isfinite, numbers)):
+                    raise ValueError(f"{value!r} for {len(ends)} steps")
+                step_rewards[i] += [weight * number for number in numbers]
+                step_ends[i] += ends
+                means[i] = sum(numbers) / max(1, len(numbers))
+            groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
+            for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):
+                groups = torch.where(groups.isnan(), judged_mean, groups)
+            filled = groups.flatten().nan_to_num()
+            scores[f"rewards/{name}"] = filled
+            scores["reward"] += weight * filled
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        failure = f"the reward {name} failed: {error!r}"
+    failure = max(all_gather(failure))  # any rank's
+    if failure:
+        raise Error(failure)
+    return texts, scores, step_scores
+
+
+def split_steps(tokenizer, ids):
+    """The non-blank lines of a completion -> [(text, index of its last token), …]."""
+    steps = []
+    start = 0
+    for i, token in enumerate(ids):
+        if ends_line(tokenizer, token) or i == len(ids) - 1:
+            text = tokenizer.decode(ids[start : i + 1], skip_special_tokens=True)
+            if text.strip():
+                steps.append((text.strip(), i))
+                start = i + 1
+    if steps:  # what follows the last step, such as the EOS, belongs to it
+        steps[-1] = (steps[-1][0], len(ids) - 1)
+    return steps
+
+
+@functools.cache
+def ends_line(tokenizer, token):
+    """Whether there is a line break in a token."""
+    return "\n" in tokenizer.decode([token])
+
+
+def evaluate(run, rows, step):
+    """Mean rewards of greedy completions of the held-out rows, logged."""
+    # Every process has the same number of rows, and decodes no more than in training.
+    mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
+    size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
+    columns = defaultdict(list)
+    for start in range(0, len(mine), size):
+        part = mine[start : start + size]
+        batch = rollout(run, part, num_generations=1, temperature=0)
+        for name, column in score_completions(run, part, batch)[1].items():
+            columns[f"eval/{name}"] += column.tolist()
+    means = {name: average(sum(x) / len(x)) for name, x in columns.items()}
+    log(run, dict(step=step, **means))
 
 
 def set_up(config):
@@ -879,116 +980,12 @@ def sft(run, rows):
     print0(f"{len(examples)} of {len(rows)} rows have a solution that fits")
     progress = tqdm(range(config.sft_steps), "supervised", disable=RANK > 0)
     for i in progress:
-        rows = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
-        prompts, solutions = zip(*rows)
+        chosen = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
+        prompts, solutions = zip(*chosen)
         batch = *pad(prompts, "left", run.device), *pad(solutions, "right", run.device)
         metrics = update(run, config.sft_learning_rate, batch, torch.ones(len(prompts)))
         progress.set_postfix(loss=metrics["entropy"])  # mean of -logp: cross-entropy
     save(run, "sft", with_optimizer=False)
-
-
-def rollout(run, rows, num_generations, temperature):
-    """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask."""
-    prompts = pad([row["prompt_ids"] for row in rows], "left", run.device)
-    completion_ids = run.generate(
-        run.policy,
-        *prompts,
-        num_generations,
-        run.config.max_completion_length,
-        run.eos_token_ids,
-        temperature=temperature,
-    )
-    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
-
-
-def score_completions(run, rows, batch):
-    """What the completions of B rows are worth -> texts, scores, step_scores.
-    A reward function gives each completion a number; or None, not judged, which becomes
-    the mean of its group; or a list of numbers, one for each step. scores: {reward,
-    rewards/<name>: (N,)}; a list counts as its mean. step_scores: None or, with lists,
-    step_rewards and step_ends of `process_advantages`; a number is a last step."""
-    *_, completion_ids, mask = batch
-    num_generations = len(mask) // len(rows)
-    ids = [row[:n] for row, n in zip(completion_ids.tolist(), mask.sum(1).tolist())]
-    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    steps = [split_steps(run.tokenizer, row) for row in ids]
-    columns = dict(completions=texts, completion_ids=ids)
-    columns["steps"] = [[text for text, _ in row] for row in steps]
-    for column in rows[0].keys() - columns.keys():
-        columns[column] = [row[column] for row in rows for _ in range(num_generations)]
-    scores = dict(reward=torch.zeros(len(texts)).double())
-    step_rewards = [[] for _ in texts]
-    step_ends = [[] for _ in texts]
-    step_scores = None
-    failure = ""
-    try:
-        for name, (function, weight) in run.rewards.items():
-            values = function(**copy.deepcopy(columns))
-            if not isinstance(values, list) or len(values) != len(texts):
-                raise ValueError(f"it must return a list of {len(texts)} values")
-            means = [math.nan] * len(texts)
-            for i, value in enumerate(values):
-                if value is None:
-                    continue
-                numbers = [value]
-                ends = [len(ids[i]) - 1]
-                if isinstance(value, list):
-                    step_scores = step_rewards, step_ends
-                    numbers = value
-                    ends = [end for _, end in steps[i]]
-                if len(numbers) != len(ends) or not all(map(math.isfinite, numbers)):
-                    raise ValueError(f"{value!r} for {len(ends)} steps")
-                step_rewards[i] += [weight * number for number in numbers]
-                step_ends[i] += ends
-                means[i] = sum(numbers) / max(1, len(numbers))
-            groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
-            judged_mean = groups.nanmean(1, keepdim=True).nan_to_num()
-            filled = torch.where(groups.isnan(), judged_mean, groups).flatten()
-            scores[f"rewards/{name}"] = filled
-            scores["reward"] += weight * filled
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        failure = f"the reward {name} failed: {error!r}"
-    failure = max(all_gather(failure))  # any rank's
-    if failure:
-        raise Error(failure)
-    return texts, scores, step_scores
-
-
-def split_steps(tokenizer, ids):
-    """The non-blank lines of a completion -> [(text, index of its last token), …]."""
-    steps = []
-    start = 0
-    for i, token in enumerate(ids):
-        if ends_line(tokenizer, token) or i == len(ids) - 1:
-            text = tokenizer.decode(ids[start : i + 1], skip_special_tokens=True)
-            if text.strip():
-                steps.append((text.strip(), i))
-                start = i + 1
-    if steps:  # what follows the last step, such as the EOS, belongs to it
-        steps[-1] = (steps[-1][0], len(ids) - 1)
-    return steps
-
-
-@functools.cache
-def ends_line(tokenizer, token):
-    """Whether there is a line break in a token."""
-    return "\n" in tokenizer.decode([token])
-
-
-def evaluate(run, rows, step):
-    """Mean rewards of greedy completions of the held-out rows, logged."""
-    # Every process has the same number of rows, and decodes no more than in training.
-    mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
-    size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
-    columns = defaultdict(list)
-    for start in range(0, len(mine), size):
-        part = mine[start : start + size]
-        batch = rollout(run, part, num_generations=1, temperature=0)
-        for name, column in score_completions(run, part, batch)[1].items():
-            columns[f"eval/{name}"] += column.tolist()
-    means = {name: average(sum(x) / len(x)) for name, x in columns.items()}
-    log(run, dict(step=step, **means))
 
 
 def log(run, record):
@@ -1007,8 +1004,7 @@ def conclude(run):
         print0(f"greedy held-out reward: {held[0]:.2f} before, {held[-1]:.2f} after")
     rewards = [row["reward"] for row in rows if "reward" in row]
     if rewards:
-        parts = torch.tensor(rewards).chunk(40)
-        means = torch.stack([part.mean() for part in parts])
+        means = torch.stack([part.mean() for part in torch.tensor(rewards).chunk(40)])
         heights = (means - means.min()) / (means.max() - means.min()).clamp(min=1e-9)
         bars = "".join("▁▂▃▄▅▆▇█"[i] for i in (7 * heights).round().int())
         print0(f"reward by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
@@ -1022,7 +1018,7 @@ def set_seed(config, step):
 
 
 def heed_signals(run):
-    """SIGINT and SIGTERM finish the step, save and end; a second one ends at once."""
+    """On SIGINT or SIGTERM finish the step, save, end; the same again ends at once."""
 
     def ask(number, frame):
         run.stop = signal.Signals(number).name
@@ -1041,8 +1037,8 @@ def one_line(error):
 # -------------------------------------------------------------------- data and prompts
 def read_rows(source, needs_answer):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
-    `prompt`, `question` or `problem`, text or chat messages, becomes "prompt", `answer`
-    or `solution` "answer"; other columns stay for the reward functions."""
+    `prompt`, `question` or `problem` (text or chat messages) becomes "prompt"; `answer`
+    or `solution` becomes "answer"; other columns stay for the reward functions."""
     if source.endswith((".jsonl", ".json")):
         lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
     else:
@@ -1065,14 +1061,14 @@ def read_rows(source, needs_answer):
             if needs_answer:
                 gold_answers(answer)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            message = f"it takes one JSON object a line: {error!r}"
-            raise Error(f"{source}:{number}: {message}") from None
+            reason = f"it takes one JSON object a line: {error!r}"
+            raise Error(f"{source}:{number}: {reason}") from None
         rows.append({**row, "prompt": prompt, "answer": answer})
     return rows
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the template ends turns with an EOS: base models never saw theirs."""
+    """Whether the template ends turns with an EOS; else the model never saw it."""
     if not tokenizer.chat_template:
         return False
     messages = [dict(role=role, content=role) for role in ("user", "assistant")]
@@ -1111,7 +1107,7 @@ def encode_prompts(rows, run):
         encoded = [encode(row, chat) for row in rows]
     except Exception as error:  # whatever a template raises
         raise Error(f"{one_line(error)}: see --chat-template") from error
-    blank = dict.fromkeys(name for row in encoded for name in row)  # all are given all
+    blank = dict.fromkeys(name for row in encoded for name in row)  # of every column
     kept = []
     for row in encoded:
         if 0 < len(row["prompt_ids"]) <= config.max_prompt_length:
@@ -1121,7 +1117,7 @@ def encode_prompts(rows, run):
 
 
 def prompt_batch(rows, step, size, seed):
-    """This process's share of the `size` rows of step 1, 2, …, in shuffled epochs."""
+    """This process's share of the `size` rows of a step; every epoch is shuffled."""
     if len(rows) < size:
         raise Error(f"--prompts-per-step {size}: there are only {len(rows)} rows")
     epoch, i = divmod(step - 1, len(rows) // size)
@@ -1202,13 +1198,13 @@ _SPELLINGS = (  # pattern, what it becomes
     (r"\\(?:text|textbf|mathrm|mbox)\s*{([^{}]*)}", r" \1"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-    (r"(?<!\d)\\frac{(-?[\w.,\\]+)}{([\w.,]+)}", r"\1/\2"),
-    (r"([\^_]){(\w+)}", r"\1\2"),
+    (r"(?<!\d)\\frac{(-?[\w.,\\]+)}{([\w.,]+)}(?![\w\\({])", r"\1/\2"),
+    (r"([\^_]){(\w|\d+)}(?!\d)", r"\1\2"),
     (r"\s+", " "),
     (r"^ |[.,;: ]+$", ""),
     (r"^[A-Za-z]\w*(?:\([A-Za-z]\))? ?= ?([^=]*)$", r"\1"),  # x = 5
     (r"^\((\w)\)$", r"\1"),  # the choice (A)
-    (rf"^([-+]?{_NUMBER}), [A-Za-z].*", r"\1"),  # 18, because
+    (rf"^([-+]?{_NUMBER}), [A-Za-z]{{2}}.*", r"\1"),  # 18, because
 )
 _VALUE = re.compile(  # sign, top, bottom, percent, unit: -1,234.5, 3/4, 50%, 5 cm^2
     rf"([-+]?) ?({_DIGITS})(?:/({_DIGITS}))? ?(%?)(?: ([A-Za-z]{{2,}}(?:\^[23])?))?"
@@ -1272,13 +1268,14 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
     can. It can always cheat its tests, with which it shares the process."""
 
     def passes(completion, test):
-        if test is None:
+        if not test:
             return None
         if not isinstance(test, str):  # a list of them
             test = "\n".join(test)
         blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
-        languages = "", "python", "python3", "py"
+        languages = "python", "python3", "py"
         python = [code for name, code in blocks if name.lower() in languages]
+        python = python or [code for name, code in blocks if not name]
         return float(bool(python) and run_tests(python[-1], test, unsafe_code))
 
     with ThreadPoolExecutor() as pool:
@@ -1362,8 +1359,7 @@ def load_model(name, device, seed):
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
-        # Weights read in threads leave memory on a CPU that nothing else can use.
-        os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+        os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads keep memory
         tokenizer = AutoTokenizer.from_pretrained(name)
         loader = AutoModelForCausalLM
         is_adapter = find_adapter_config_file(name)
@@ -1386,10 +1382,12 @@ def load(run, name):
     auto = "bfloat16" if run.device.type == "cuda" else "float32"
     run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
     model, run.tokenizer, run.eos_token_ids = load_model(name, run.device, config.seed)
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    text_config = model.config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
         longest = config.max_prompt_length + config.max_completion_length
-        if longest > rope["original_max_position_embeddings"]:
+        original = rope.get("original_max_position_embeddings", math.inf)
+        if longest > min(original, text_config.max_position_embeddings):
             raise Error(f"{name}: all log-probs change with the length beyond {rope}")
     obstacle = sharing_obstacle(model)
     if obstacle:
@@ -1410,7 +1408,7 @@ def load(run, name):
     run.optimizer = MasterAdamW(model)
     run.reference = None
     if config.beta:
-        frozen = model
+        frozen = model  # with LoRA it is the policy without its adapters
         without_adapter = contextlib.nullcontext
         if run.lora:
             without_adapter = run.lora.disable_adapter
@@ -1514,15 +1512,13 @@ def make_ready(run, model, dtype):
 
 # ------------------------------------------------------------------------- checkpoints
 def open_output_dir(config):
-    """The run's folder and, in it, its options."""
+    """The run's folder and, in a new one, its options."""
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0])
-    if RANK == 0:
+    if RANK == 0 and not config.resume:
         output_dir.mkdir(parents=True, exist_ok=True)
-        mode = "w" if config.resume else "x"  # never over another run
-        with open(output_dir / "config.json", mode) as file:
+        with open(output_dir / "config.json", "x") as file:  # never over another run
             json.dump(vars(config), file, indent=2)
-        (output_dir / "metrics.jsonl").write_text("")  # `restore` brings it back
     return output_dir
 
 
@@ -1556,9 +1552,12 @@ def save(run, name, with_optimizer=True):
     if RANK == 0:
         if with_optimizer:
             shutil.copy(run.output_dir / "metrics.jsonl", partial)
+        with open(partial / "options.json", "w") as file:  # those of this resumption
+            json.dump(vars(run.config), file, indent=2)
         for file in partial.rglob("*.*"):  # on the disk before it has its name
             with open(file) as opened:
                 os.fsync(opened)
+        (partial / "options.json").rename(run.output_dir / "config.json")
         partial.rename(run.output_dir / name)
         for old in checkpoints(run.output_dir)[:-1]:
             shutil.rmtree(old)
@@ -1575,6 +1574,7 @@ def restore(run):
     """Weights, optimizer and logs of the newest checkpoint; returns its step, or 0."""
     found = checkpoints(run.output_dir)
     if not found:
+        (run.output_dir / "metrics.jsonl").write_text("")
         return 0
     path = found[-1]
     file = path / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
@@ -1592,7 +1592,7 @@ def restore(run):
 
 # ------------------------------------------------------------- built-in task and model
 def arithmetic(model, seed):
-    """Rows of built-in arithmetic; most `solution`s of the tiny model's are wrong."""
+    """Built-in sums. 5 in 8 of tiny's `solution`s are wrong, to leave work for GRPO."""
     rng = random.Random(seed)
     rows = []
     if model == "tiny":

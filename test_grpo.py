@@ -161,6 +161,7 @@ the length is $2\sqrt{5}$. | 2\sqrt{5}
 it is \(x = 2\sqrt{5}\). | 2\sqrt{5}
 it is $5$ | $5
 no number at all | None
+so 5↵#### 18↵That is 2 more. | 18
 """
 SAME = r"""
 $80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \frac{1}{2}|0.5; 1/2|0.5
@@ -169,6 +170,7 @@ $80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \frac{1}{2}|0.5; 1/2|0.5
 18 dollars|18; 90^\circ|90; 90°|90; -\frac{1}{2}|-0.5; \frac{-1}{2}|-1/2; €5|5; 007|7
 $x^2+1$|x^2 + 1; \left(1, 2\right)|(1,2); \text{Yes}|yes; \text{(A)}|A; (B)|B; 2/4|1/2
 2\sqrt3|2\sqrt{3}; \(7\)|7; 0.1|1/10; y = 2x + 1|2x+1; 5 cm|5 cm; x^{2}|x^2
+x^{10}y|x^10y; \frac{3}{4}\text{ cm}|3/4; \frac12 \%|1/2; \frac12x|\frac{1}{2}x
 101_{2}|101_2; \geq|\ge; x \leq 5|x\le5; \pi/2|\frac{\pi}{2}; 18, because 2 + 16 is|18
 \begin{pmatrix}1 & 2\\3&4\end{pmatrix}|\begin{pmatrix} 1&2 \\ 3 & 4 \end{pmatrix}
 """
@@ -176,6 +178,8 @@ DIFFERENT = r"""
 1|11; 5|-5; 80|80000; 1,2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 pi|5; 5\pi|5
 3 million|3; 2 dozen|2; 50%|0.05; 0.5%|0.05; 1/0|1; 1/0|2/0; 1/0|0; (1,2)|(2,1)
 x=1, y=2|2; 18 or 20|18; 6xy|6; 3 AM|3 PM; 12 and a half|12; 1 2|12; |; \text{}|0
+\frac{1}{2x}|\frac{1}{2}x; \frac{a}{bc}|\frac{a}{b}c; x^{2y}|x^{2}y; 2^{nk}|2^{n}k
+e^{10}x|e^{10x}; \frac12x|\frac{1}{2x}; 1, i|1; 0|0, a; \frac{1}{2}(x)|\frac{1}{2(x)}
 \rightarrow|\leftarrow; 5 cm|5 cm^2; 5 cm|5 km; 1%|100; 5 more than x|5; 2 no solution|2
 """
 HOSTILE_TEXTS = r"""
@@ -212,11 +216,7 @@ def pairs(text):
 
 @pytest.mark.parametrize("text, expected", table(EXTRACTED))
 def test_extract_answer(text, expected):
-    assert str(grpo.extract_answer(text)) == expected
-
-
-def test_the_answer_after_four_hashes_ends_with_its_line():
-    assert grpo.extract_answer("so 5\n#### 18\nThat is 2 more.") == "18"
+    assert str(grpo.extract_answer(text.replace("↵", "\n"))) == expected
 
 
 @pytest.mark.parametrize("answer, gold", pairs(SAME))
@@ -1481,10 +1481,9 @@ def test_a_reward_of_ones_own_sees_copies_of_every_column(mine):
     assert process is None
 
 
-def test_what_is_not_judged_gets_the_mean_of_its_group_and_no_advantage(mine):
+def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
     rewards = score([f"{mine}:judges_some"])[1]["reward"]
     assert rewards.tolist() == [0.5, 1.0, 0.0, 0.5]
-    assert grpo.group_advantages(rewards, 4)[[0, 3]].tolist() == [0.0, 0.0]
     rewards = score([f"{mine}:judges_some"], num_rows=2)[1]["reward"]
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert not score([f"{mine}:judges_none"])[1]["reward"].any()
@@ -1496,7 +1495,6 @@ LINES = [  # completion, index of each step's last token
     ("\n\n1+1<eos>", [5]),
     ("1+1\n2+2", [3, 6]),  # cut off
     (" \n <eos>", []),
-    ("<eos>", []),
 ]
 
 
@@ -1606,14 +1604,14 @@ COMPLETIONS = [  # completion, tests, reward
     (BLOCK, TESTS.splitlines(), 1.0),
     (BLOCK, ["x = 0", "assert x"], 0.0),
     (BLOCK, None, None),
+    (BLOCK, [], None),
     (f"```python\nfrom __future__ import annotations\n{GOOD}```", TESTS, 1.0),
     ("```python\nx = 1\n```\n" + BLOCK, TESTS, 1.0),  # the last block counts
+    (BLOCK + "\n```\n3\n```", TESTS, 1.0),  # what the program prints
     (BLOCK + "\n```python\nx = 1\n```", TESTS, 0.0),
     (f"```\n{GOOD}```", TESTS, 1.0),
-    (f"```py\n{GOOD}```", TESTS, 1.0),
     (f"  ```Python3\n{GOOD}\n  ```", TESTS, 1.0),
     (f"```python\n{GOOD}", TESTS, 0.0),  # cut off
-    ("no code", TESTS, 0.0),
 ]
 
 
@@ -1673,7 +1671,7 @@ def test_the_data_cannot_open_the_sandbox(tmp_path):
     (tmp_path / "mine").write_text("mine")
     ((reward, _),) = grpo.load_rewards(["code"]).values()
     block = f"```python\nopen({str(tmp_path / 'mine')!r})\n```"
-    columns = dict(prompts=[""], completions=[block], tests=[""])
+    columns = dict(prompts=[""], completions=[block], tests=["pass"])
     assert reward(**columns, unsafe_code=[True]) == [0.0]
 
 
@@ -1793,6 +1791,7 @@ def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path):
     train(tmp_path / "run", QUICK, f"--reward {tmp_path}/some.py:some --beta 0")
     for row in metrics_of(tmp_path / "run")[1:-1]:
         assert (row["zero_std_fraction"], row["reward_std"], row["loss"]) == (1, 0, 0)
+    assert metrics_of(tmp_path / "run")[-1]["eval/reward"] == pytest.approx(0.1)
 
 
 def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path):
@@ -1942,11 +1941,11 @@ def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
 
 # --------------------------------------------------------- resume, and what goes wrong
 
-VARIATIONS = dict(
+VARIATIONS = dict(  # mu fails in its second evaluation, the others in a step
     plain="",
     bfloat16="--dtype bfloat16",
     lora="--lora-rank 2",
-    mu="--num-iterations 2 --beta 0",
+    mu="--num-iterations 2 --beta 0 --num-generations 16 --eval-every 2",
 )
 SIX_STEPS = QUICK + " --max-steps 6 --eval-every 0"
 
@@ -1962,7 +1961,7 @@ def test_a_run_that_failed_and_is_resumed_ends_as_if_it_had_not(
     monkeypatch.setenv("FAIL_AT", "4")
     with pytest.raises(grpo.Error, match="reward varied failed: .*out of coffee"):
         train(tmp_path / "cut", *options)
-    assert (tmp_path / "cut" / "checkpoint-3").exists()  # though --save-every is 100
+    assert grpo.checkpoints(tmp_path / "cut")  # though --save-every is 100
     monkeypatch.delenv("FAIL_AT")
     grpo.train(grpo.parse_args(["--resume", f"{tmp_path}/cut"]))
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
@@ -2040,6 +2039,8 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --beta nan | --beta
 --output-dir /proc/nowhere | /proc/nowhere
 --resume {folder}/none | config.json
+--resume {folder} --model no/such/folder | no/such/folder
+--prompt-template 1+1= | {{question}}
 --chat-template on | --chat-template
 --prompts-per-step 5000 | prompts-per-step
 --max-prompt-length 2 | only 0 rows
@@ -2061,6 +2062,7 @@ def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     error = stop.value.code
     assert error.startswith("grpo.py: ") and message in error
     assert "\n" not in error
+    assert (tmp_path / "config.json").read_text() == "{}"  # as it was
 
 
 def test_the_header_names_the_packages_of_requirements_txt():
@@ -2163,6 +2165,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_resuming_loses_nothing(two
 def test_another_number_of_processes_cannot_resume(two_ranks):
     with pytest.raises(grpo.Error, match="number of processes"):
         grpo.train(grpo.parse_args(["--resume", f"{two_ranks}/whole"]))
+    assert metrics_of(two_ranks / "whole")
 
 
 if __name__ == "__main__":
