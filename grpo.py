@@ -935,8 +935,7 @@ def set_up(config):
     all share: config, device, rewards, output_dir, `stop` and what `load` adds."""
     if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
         raise Error("several processes share --prompts-per-step evenly, without LoRA")
-    run = SimpleNamespace(config=config, device=join_ranks())
-    run.stop = ""  # the signal that this process has had
+    run = SimpleNamespace(config=config, device=join_ranks(), stop="")
     run.rewards = load_rewards(config.reward, config.unsafe_code)
     run.needs_answer = "accuracy" in run.rewards
     if config.data:
@@ -1552,12 +1551,13 @@ def save(run, name, with_optimizer=True):
     if RANK == 0:
         if with_optimizer:
             shutil.copy(run.output_dir / "metrics.jsonl", partial)
-        with open(partial / "options.json", "w") as file:  # those of this resumption
-            json.dump(vars(run.config), file, indent=2)
+            with open(partial / "options.json", "w") as file:
+                json.dump(vars(run.config), file, indent=2)
         for file in partial.rglob("*.*"):  # on the disk before it has its name
             with open(file) as opened:
                 os.fsync(opened)
-        (partial / "options.json").rename(run.output_dir / "config.json")
+        if with_optimizer:  # the options may be new ones, of this resumption
+            (partial / "options.json").rename(run.output_dir / "config.json")
         partial.rename(run.output_dir / name)
         for old in checkpoints(run.output_dir)[:-1]:
             shutil.rmtree(old)
