@@ -355,11 +355,10 @@ def generate(
     row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
     model is in eval mode and without `sharing_obstacle`; its generation config has no
     part in it. Needs `sample`, `positions`, `cached_forward`, `F`, `DynamicCache`."""
-    device = prompt_ids.device
-    eos = torch.tensor(eos_token_ids, device=device)
+    eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
     shape = len(prompt_ids) * num_generations, max_completion_length
     completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
-    live = torch.arange(shape[0], device=device)  # rows that are not finished
+    live = torch.arange(shape[0], device=prompt_ids.device)  # rows not yet finished
     finished = torch.zeros_like(live, dtype=torch.bool)
     look_every = 16 if prompt_ids.is_cuda else 1  # to look is to wait for the GPU
     cache = DynamicCache(config=model.config)
@@ -1584,8 +1583,10 @@ def restore(run):
     run.optimizer.num_steps = saved["num_steps"]
     for target, tensor in zip(run.optimizer.tensors(), saved["tensors"], strict=True):
         target.copy_(tensor)
-    if RANK == 0:
-        shutil.copy(path / "metrics.jsonl", run.output_dir)
+    if RANK == 0:  # an evaluation of this step is made again
+        rows = (path / "metrics.jsonl").read_text()
+        rows = rows.partition(f'{{"step": {path.name[11:]}, "eval/')[0]
+        (run.output_dir / "metrics.jsonl").write_text(rows)
     print0(f"going on from {path}")
     return int(path.name[11:])
 
@@ -1612,9 +1613,8 @@ def arithmetic(model, seed):
 
 
 def tiny_model(seed):
-    """A 2-layer Qwen2 with 135,168 random weights, and a tokenizer of characters."""
-    letters = "0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"  # Ġ: space, Ċ: \n
-    tokens = ["<eos>", "<unk>", *letters]
+    """A 2-layer Qwen2, 135,168 random weights; its tokens are characters (Ġ: space)."""
+    tokens = ["<eos>", "<unk>", *"0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"]
     tokenizer = transformers.Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=[],
