@@ -67,7 +67,6 @@ import transformers
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.adamw import adamw
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -565,8 +564,8 @@ class MasterAdamW:
     """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
     or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: so
     the weight is its master rounded to the upper 16 bits; `lower` keeps the other 16.
-    Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`,
-    `Error` and torch's `adamw`."""
+    Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`
+    and `Error`."""
 
     def __init__(self, model):
         self.num_steps = 0
@@ -607,14 +606,14 @@ class MasterAdamW:
             grad *= scale
             param.grad = None
             exp_avg, exp_avg_sq = self.moments[param]
-            steps = torch.full((), self.num_steps - 1.0, device=grad.device)
-            adamw(
-                params=[master],
+            steps = torch.full((), float(self.num_steps), device=grad.device)
+            torch._fused_adamw_(  # what torch.optim.AdamW calls
+                [master],
                 grads=[grad],
                 exp_avgs=[exp_avg],
                 exp_avg_sqs=[exp_avg_sq],
                 max_exp_avg_sqs=[],
-                state_steps=[steps],  # to which it adds 1
+                state_steps=[steps],
                 lr=learning_rate,
                 beta1=0.9,
                 beta2=0.999,
@@ -622,7 +621,6 @@ class MasterAdamW:
                 weight_decay=0.0,
                 amsgrad=False,
                 maximize=False,
-                fused=True,
             )
             if param in self.lower:
                 self.lower[param].copy_(bits)  # the lower 16, as a signed number
