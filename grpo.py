@@ -948,7 +948,7 @@ def set_up(config):
     run.output_dir = open_output_dir(config)
     start = config.model
     if config.sft_steps:  # GRPO starts from what this leaves, and so does its reference
-        start = str((run.output_dir / "sft").absolute())
+        start = str(run.output_dir / "sft")
         if not Path(start).exists():
             sft(run, train_rows)
     load(run, start)
@@ -1057,8 +1057,7 @@ def read_rows(source, needs_answer):
             if needs_answer:
                 gold_answers(answer)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = f"it takes one JSON object a line: {error!r}"
-            raise Error(f"{source}:{number}: {reason}") from None
+            raise Error(f"{source}:{number}: not a row of data: {error!r}") from None
         rows.append({**row, "prompt": prompt, "answer": answer})
     return rows
 
@@ -1367,7 +1366,10 @@ def load_model(name, device, seed):
     model.to(device).eval()  # no dropout: sampling, old, new and reference agree
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
     eos_token_ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
-    return model, tokenizer, [token for token in eos_token_ids if token is not None]
+    eos_token_ids = [token for token in eos_token_ids if token is not None]
+    if not eos_token_ids:
+        raise Error(f"{name} has no EOS token")
+    return model, tokenizer, eos_token_ids
 
 
 def load(run, name):
@@ -1510,7 +1512,7 @@ def make_ready(run, model, dtype):
 def open_output_dir(config):
     """The run's folder and, in a new one, its options."""
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0])
+    output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0]).absolute()
     if RANK == 0 and not config.resume:
         output_dir.mkdir(parents=True, exist_ok=True)
         with open(output_dir / "config.json", "x") as file:  # never over another run
@@ -1686,7 +1688,7 @@ def main():
         train(parse_args())
     except ModuleNotFoundError as error:
         sys.exit(f"grpo.py: {error}: pip install {error.name}")
-    except (Error, OSError) as error:  # a mistake, no fault of the program
+    except (Error, OSError, UnicodeError) as error:  # a mistake of the user
         sys.exit(f"grpo.py: {one_line(error)}")
     if dist.is_initialized():  # gloo's threads can abort an ordinary end
         dist.barrier()

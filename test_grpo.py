@@ -2033,6 +2033,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, varied):
 
 MISTAKES = """--model no/such/folder | no/such/folder
 --data missing.jsonl | missing.jsonl
+--data {folder}/latin-1.jsonl | 0xe9
 --eval-data missing.jsonl | missing.jsonl
 --reward nonsense | --reward nonsense
 --beta nan | --beta
@@ -2050,6 +2051,7 @@ MISTAKES = """--model no/such/folder | no/such/folder
 def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "no-answers.jsonl").write_text('{"prompt": "1+1="}\n' * 100)
+    (tmp_path / "latin-1.jsonl").write_bytes(b"\xe9")
     options, message = mistake.format(folder=tmp_path).split(" | ")
     words = f"grpo.py --sft-steps 0 --output-dir {tmp_path}/run {options}".split()
     monkeypatch.setattr(sys, "argv", words)
