@@ -510,9 +510,7 @@ class LogNormaliser(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, log_z = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:  # not with LoRA
-            grad_weight = torch.empty_like(weight)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(weight), ctx.size):
             part = slice(start, start + ctx.size)
             words = weight[part]
@@ -520,7 +518,7 @@ class LogNormaliser(torch.autograd.Function):
             softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
             grad_logits = softmax.mul_(grad[:, None]).to(words.dtype)
             grad_hidden += grad_logits @ words
-            if grad_weight is not None:
+            if grad_weight is not None:  # as with LoRA
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight
 
@@ -564,8 +562,7 @@ class MasterAdamW:
     """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
     or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: so
     the weight is its master rounded to the upper 16 bits; `lower` keeps the other 16.
-    Bytes a parameter: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`
-    and `Error`."""
+    Bytes each: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`, `Error`."""
 
     def __init__(self, model):
         self.num_steps = 0
@@ -1432,7 +1429,8 @@ def fit_micro_batch(run):
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.moments)
-    free -= 4 * run.policy.num_parameters()  # completions' gradients wait for prompts'
+    # The completions' gradients wait for the prompts', to be added.
+    free -= 4 * run.policy.num_parameters(only_trainable=True)
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * run.dtype.itemsize * units)
     tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
@@ -1444,14 +1442,16 @@ def fit_micro_batch(run):
 def join_ranks():
     """This process's device; under torchrun it first meets the others."""
     device = torch.device("cpu")
+    options = {}
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # What torch 2.11 and later prefer on an H100: with a mask its backward is NaN
         # at some lengths (pytorch issue 196678), and it plans anew for every length.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        options = dict(backend="cpu:gloo,cuda:nccl", device_id=device)
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group(device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(**options)  # gloo takes `all_gather`'s objects
     return device
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -295,7 +296,7 @@ def slow_loss(logp, old_logp, ref_logp, advantages, mask, loss_type, level, high
     """The equations as loops, and the metrics."""
     total = 0
     num_tokens = mask.sum().item()
-    metrics = dict(kl=0, entropy=0, ratio_mean=0, clip_fraction=0)
+    metrics = defaultdict(float)
     for i in range(len(mask)):
         tokens = mask[i].nonzero()[:, 0].tolist()
         row = 0
@@ -1817,7 +1818,7 @@ def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path):
 def save_model(folder, kind, **options):
     """A tiny model of another architecture with the tiny tokenizer."""
     _, tokenizer = grpo.tiny_model(0)
-    config = transformers.AutoConfig.for_model(
+    config = AutoConfig.for_model(
         kind, vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=0, **options
     )
     torch.manual_seed(0)
@@ -1869,8 +1870,7 @@ def test_a_checkpoint_is_a_model_in_the_dtype_that_was_asked_for(tmp_path, varie
         options = f"--prompt-template {{question}} --dtype {dtype} --model {model}"
         train(tmp_path / dtype, QUICK, varied, "--max-completion-length 8", options)
         model = tmp_path / dtype / "checkpoint-3"
-        weights = weights_of(model)
-        assert {str(x.dtype) for x in weights.values()} == {f"torch.{dtype}"}
+        assert {str(x.dtype) for x in weights_of(model).values()} == {f"torch.{dtype}"}
         assert metrics_of(tmp_path / dtype)[1]["kl"] == pytest.approx(0, abs=1e-6)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert tokenizer.decode(tokenizer.encode("12 + 3\n=")) == "12 + 3\n="
@@ -1986,7 +1986,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
     options = SIX_STEPS, varied, "--max-steps 9 --save-every 1"
     assert start(*options, "--output-dir", tmp_path / "whole").wait() == 0
     killed = tmp_path / "killed"
-    words = *options, "--output-dir", killed
+    words = *options, "--max-steps 8 --output-dir", killed
     moments = random.Random(time.time_ns())
     for num_steps in (2, 5):
         process = start(*words)
@@ -1995,8 +1995,8 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
         time.sleep(moments.uniform(0, 0.3))  # in a step, or in the midst of saving
         process.kill()
         assert process.wait() == -signal.SIGKILL, process.stderr.read()
-        words = "--resume", killed
-    assert start(*words).wait() == 0
+        words = "--max-steps 9 --resume", killed
+    assert start("--resume", killed).wait() == 0
     assert end_of(killed) == end_of(tmp_path / "whole")
 
 
@@ -2088,7 +2088,7 @@ LENGTHS = [6, 5, 6, 3], [1, 2, 1, 1], [6, 6, 2, 4], [1, 2, 2, 1]
 
 
 def gradients(obstacle, options):
-    """Of one update on 4 prompts, of which this process has its part."""
+    """The entropy and those of an update on 4 prompts, of which this has its part."""
     config = grpo.Config(
         micro_batch_tokens=20, max_completion_length=6, dtype="float32", **options
     )
@@ -2108,8 +2108,9 @@ def gradients(obstacle, options):
     prompts = grpo.pad(prompts, "left", run.device)
     completions = grpo.pad(completions, "right", run.device)
     run.optimizer.step = lambda *args: 0.0  # leaves the gradients where they are
-    grpo.update(run, 1e-3, (*prompts, *completions), torch.tensor(advantages))
-    return [grpo.whole(param.grad).cpu() for param in run.optimizer.moments]
+    metrics = grpo.update(run, 1e-3, (*prompts, *completions), torch.tensor(advantages))
+    grads = [grpo.whole(param.grad).cpu() for param in run.optimizer.moments]
+    return [torch.tensor(grpo.average(metrics["entropy"])), *grads]
 
 
 def on_each_rank(folder):
@@ -2155,7 +2156,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_resuming_loses_nothing(two
     for rank in (0, 1):
         assert "out of coffee" in (two_ranks / f"error{rank}").read_text()
     assert end_of(two_ranks / "cut") == end_of(two_ranks / "whole")
-    config = transformers.AutoConfig.from_pretrained(two_ranks / "cut" / "checkpoint-6")
+    config = AutoConfig.from_pretrained(two_ranks / "cut" / "checkpoint-6")
     assert config.dtype == torch.bfloat16  # as its weights, not as the shards
     assert config.architectures == ["Qwen2ForCausalLM"]
     rows = metrics_of(two_ranks / "whole")
