@@ -1090,6 +1090,8 @@ def encode_prompts(rows, run):
                 messages, tokenize=False, add_generation_prompt=True
             )
         ids = tokenizer.encode(text, add_special_tokens=not chat)  # it has its own BOS
+        if ids and ids[-1] in run.eos_token_ids:  # some tokenizers end every text
+            ids.pop()
         return {**row, "prompts": text, "prompt_ids": ids, "messages": messages}
 
     try:
@@ -1142,7 +1144,7 @@ _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,99})(?:\.\d{1,99})?|\.\d{1,99})(?!\d)"
 _NUMBER = rf"{_DIGITS}(?:/{_DIGITS})?(?: ?\\?%)?"
 _LAST = re.compile(  # what follows the last = in $…\…$, \frac{1}{2} or -$1,234.50
     r"\$(?:[^$]*=)?([^$=]*\\[^$=]*)\$|(-?\\[dt]?frac{[^{}]*}{[^{}]*})"
-    rf"|(?<![\w.])((?:(?<![)\]}}])[-−])?\\?[$€£]?{_NUMBER})(?!\w)"
+    rf"|(?<![\w.])((?:(?<![)\]}}])[-−–])?\\?[$€£]?{_NUMBER})(?!\w)"
 )
 
 
@@ -1163,7 +1165,7 @@ def extract_answer(text):
     _, mark, rest = text.rpartition("####")
     if mark and rest.strip():
         return rest.strip().split("\n")[0]
-    text = text[-1000:].replace("\\(", "$").replace("\\)", "$")
+    text = text[-1000:].replace("\\(", "$").replace("\\)", "$").replace("{,}", ",")
     found = _LAST.findall(text)
     return "".join(found[-1]).strip() if found else None
 
@@ -1182,10 +1184,10 @@ def gold_answers(answer):
 
 _SPELLINGS = (  # pattern, what it becomes
     (r"[−–]", "-"),
+    (r"(?<=\d)(?:,?\\!|\\,|\{,\})(?=\d{3})", ","),  # 10{,}080 and 10\,080
     (r"\\(?:left|right)(?![a-z])|(?<!\\)\\[,;:! ]|\^{?\\circ}?|\\?[$°€£]|\\[()]", " "),
     (r"\\[dt]frac", r"\\frac"),
     (r"\\%", "%"),
-    (r"\{,\}", ","),
     (r"\\(ge|le|ne)q(?![a-z])", r"\\\1"),
     (r"\\(?:text|textbf|mathrm|mbox)\s*{([^{}]*)}", r" \1"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
@@ -1653,22 +1655,20 @@ TINY = dict(  # what `--model tiny` changes; whatever the user types wins
 def parse_args(argv=None):
     """`Config` of a list of command-line words (default: the process's)."""
     comments = dict(re.findall(r"(\w+): .*?  # (.*)", inspect.getsource(Config)))
-    parser = argparse.ArgumentParser(
-        usage="python grpo.py [--option value ...]",
-        argument_default=argparse.SUPPRESS,
-    )
+    usage = "python grpo.py [--option value ...]"
+    parser = argparse.ArgumentParser(usage=usage, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Config):
-        name, kind = "--" + field.name.replace("_", "-"), field.type
-        comment = comments[field.name]
-        text = f"{comment} (default: {field.default})"
+        kind, default = field.type, field.default
+        settings = dict(type=kind, metavar="X")
         if kind is bool:
-            parser.add_argument(name, help=text, action="store_true")
+            settings = dict(action="store_true")
         elif kind is tuple:
-            parser.add_argument(name, help=comment, nargs="+", metavar="NAME")
+            settings = dict(nargs="+", action="extend", metavar="NAME")
+            default = " ".join(default)
         elif get_args(kind):
-            parser.add_argument(name, help=text, choices=get_args(kind))
-        else:
-            parser.add_argument(name, help=text, type=kind, metavar="X")
+            settings = dict(choices=get_args(kind))
+        text = f"{comments[field.name]} (default: {default})"
+        parser.add_argument("--" + field.name.replace("_", "-"), help=text, **settings)
     typed = vars(parser.parse_args(argv))  # no defaults: they are suppressed
     options = {}
     if "resume" in typed:

@@ -154,6 +154,8 @@ broken off in 5 \boxed{4 | None
 the numbers 3 and then 4. | 4
 it costs $80,000.00. | $80,000.00
 that is −5 | −5
+that is –5 | –5
+so $10{,}080$ | $10,080
 5-3=2 | 2
 pages 3-5 | 5
 one half is 1/2 | 1/2
@@ -172,6 +174,7 @@ $80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \frac{1}{2}|0.5; 1/2|0.5
 $x^2+1$|x^2 + 1; \left(1, 2\right)|(1,2); \text{Yes}|yes; \text{(A)}|A; (B)|B; 2/4|1/2
 2\sqrt3|2\sqrt{3}; \(7\)|7; 0.1|1/10; y = 2x + 1|2x+1; 5 cm|5 cm; x^{2}|x^2
 x^{10}y|x^10y; \frac{3}{4}\text{ cm}|3/4; \frac12 \%|1/2; \frac12x|\frac{1}{2}x
+10,\!080|10080; 2\,000\,000|2000000
 101_{2}|101_2; \geq|\ge; x \leq 5|x\le5; \pi/2|\frac{\pi}{2}; 18, because 2 + 16 is|18
 \begin{pmatrix}1 & 2\\3&4\end{pmatrix}|\begin{pmatrix} 1&2 \\ 3 & 4 \end{pmatrix}
 """
@@ -181,6 +184,7 @@ DIFFERENT = r"""
 x=1, y=2|2; 18 or 20|18; 6xy|6; 3 AM|3 PM; 12 and a half|12; 1 2|12; |; \text{}|0
 \frac{1}{2x}|\frac{1}{2}x; \frac{a}{bc}|\frac{a}{b}c; x^{2y}|x^{2}y; 2^{nk}|2^{n}k
 e^{10}x|e^{10x}; \frac12x|\frac{1}{2x}; 1, i|1; 0|0, a; \frac{1}{2}(x)|\frac{1}{2(x)}
+3,\,400|3400
 \rightarrow|\leftarrow; 5 cm|5 cm^2; 5 cm|5 km; 1%|100; 5 more than x|5; 2 no solution|2
 """
 HOSTILE_TEXTS = r"""
@@ -1333,14 +1337,15 @@ TEMPLATES = [  # template, EOS, --chat-template, prompt
 def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
     """What `encode_prompts` makes of prompts for the tiny model."""
     tokenizer = grpo.tiny_model(0)[1]
-    names = ["<|im_start|>", "<|im_end|>", "<bos>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<bos>"]}
+    )
     tokenizer.chat_template = template
     if bos:
         tokenizer.backend_tokenizer.post_processor = (
             tokenizers.processors.TemplateProcessing(
-                single=f"{bos} $A",
-                special_tokens=[(bos, tokenizer.convert_tokens_to_ids(bos))],
+                single=f"{bos} $A {eos}",
+                special_tokens=list(tokenizer.get_vocab().items()),
             )
         )
     run = SimpleNamespace(
@@ -1384,11 +1389,11 @@ def test_conversations_keep_their_system_turn(prompt, expected):
     assert row["prompts"] == expected
 
 
-def test_a_prompt_has_one_bos():
+def test_a_prompt_has_one_bos_and_does_not_end_in_eos():
     for template in (None, "<bos>" + CHATML):
         (row,) = encode(["1+1="], template, bos="<bos>")
-        assert row["tokens"][0] == "<bos>"
-        assert row["tokens"].count("<bos>") == 1
+        first, *others, last = row["tokens"]
+        assert first == "<bos>" not in others and last != "<|im_end|>"
 
 
 def test_over_long_and_empty_prompts_are_left_out(capsys):
@@ -1718,7 +1723,7 @@ rollout_seconds update_seconds step_seconds peak_memory_gb"""
 def write_varied(folder):
     """Options for a reward that fails in its call FAIL_AT, if that is set."""
     Path(folder, "varied.py").write_text(VARIED)
-    return f"--reward {folder}/varied.py:varied accuracy"
+    return f"--reward {folder}/varied.py:varied --reward accuracy"
 
 
 @pytest.fixture
