@@ -862,16 +862,16 @@ def score_completions(run, rows, batch):
             for i, value in enumerate(values):
                 if value is None:
                     continue
-                numbers = [value]
-                ends = [len(ids[i]) - 1]
+                numbers, ends = [value], [len(ids[i]) - 1]
                 if isinstance(value, list):
                     step_scores = step_rewards, step_ends  # still being filled
                     numbers = value
                     ends = [end for _, end in steps[i]]
                 if len(numbers) != len(ends) or not all(map(math.isfinite, numbers)):
                     raise ValueError(f"{value!r} for {len(ends)} steps")
-                step_rewards[i] += [weight * number for number in numbers]
-                step_ends[i] += ends
+                if weight:  # else it is only logged
+                    step_rewards[i] += [weight * number for number in numbers]
+                    step_ends[i] += ends
                 means[i] = sum(numbers) / max(1, len(numbers))
             groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
             for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):

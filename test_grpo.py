@@ -1519,7 +1519,7 @@ def test_a_line_may_end_within_a_token():
 
 
 def test_lists_switch_process_supervision_on(mine):
-    rewards = [f"{mine}:each_line=2", "accuracy"]
+    rewards = [f"{mine}:each_line=2", "accuracy", "format=0"]
     _, scores, process = score(rewards, ["1\n2<eos>", " <eos>"])
     assert scores["rewards/each_line"].tolist() == [0.5, 0.0]
     assert scores["reward"].tolist() == [2.0, 0.0]
