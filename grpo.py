@@ -1184,7 +1184,7 @@ def gold_answers(answer):
 
 _SPELLINGS = (  # pattern, what it becomes
     (r"[−–]", "-"),
-    (r"(?<=\d)(?:,?\\!|\\,|\{,\})(?=\d{3})", ","),  # 10{,}080 and 10\,080
+    (r"\{,\}|(?<=\d)(?:,?\\!|\\,)(?=\d{3})", ","),  # 10{,}080 and 10\,080
     (r"\\(?:left|right)(?![a-z])|(?<!\\)\\[,;:! ]|\^{?\\circ}?|\\?[$°€£]|\\[()]", " "),
     (r"\\[dt]frac", r"\\frac"),
     (r"\\%", "%"),
@@ -1423,15 +1423,14 @@ def load(run, name):
 
 
 def fit_micro_batch(run):
-    """Tokens of a micro-batch for which memory is left beside the gradients, at about
-    50 activations for each hidden unit of each layer; 2048 on a CPU."""
+    """Tokens of a micro-batch that fit the free memory, at 50 activations for each unit
+    of each layer. Gradients from completions wait for those from prompts. CPU: 2048."""
     if run.device.type == "cpu":
         return 2048
     text_config = run.policy.config.get_text_config()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     free -= sum(4 * local(param).numel() for param in run.optimizer.moments)
-    # The completions' gradients wait for the prompts', to be added.
     free -= 4 * run.policy.num_parameters(only_trainable=True)
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * run.dtype.itemsize * units)
@@ -1444,16 +1443,16 @@ def fit_micro_batch(run):
 def join_ranks():
     """This process's device; under torchrun it first meets the others."""
     device = torch.device("cpu")
-    options = {}
+    backend, device_id = "gloo", None
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # What torch 2.11 and later prefer on an H100: with a mask its backward is NaN
         # at some lengths (pytorch issue 196678), and it plans anew for every length.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        options = dict(backend="cpu:gloo,cuda:nccl", device_id=device)
+        backend, device_id = "cpu:gloo,cuda:nccl", device  # objects go by gloo
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group(**options)  # gloo takes `all_gather`'s objects
+        dist.init_process_group(backend, device_id=device_id)
     return device
 
 
@@ -1658,17 +1657,18 @@ def parse_args(argv=None):
     usage = "python grpo.py [--option value ...]"
     parser = argparse.ArgumentParser(usage=usage, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Config):
-        kind, default = field.type, field.default
-        settings = dict(type=kind, metavar="X")
-        if kind is bool:
-            settings = dict(action="store_true")
-        elif kind is tuple:
-            settings = dict(nargs="+", action="extend", metavar="NAME")
-            default = " ".join(default)
-        elif get_args(kind):
-            settings = dict(choices=get_args(kind))
+        name, kind = "--" + field.name.replace("_", "-"), field.type
+        default = " ".join(field.default) if kind is tuple else field.default
         text = f"{comments[field.name]} (default: {default})"
-        parser.add_argument("--" + field.name.replace("_", "-"), help=text, **settings)
+        add = functools.partial(parser.add_argument, name, help=text)
+        if kind is bool:
+            add(action="store_true")
+        elif kind is tuple:
+            add(nargs="+", action="extend", metavar="NAME")
+        elif get_args(kind):
+            add(choices=get_args(kind))
+        else:
+            add(type=kind, metavar="X")
     typed = vars(parser.parse_args(argv))  # no defaults: they are suppressed
     options = {}
     if "resume" in typed:
