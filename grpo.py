@@ -27,16 +27,22 @@ Where this departs from the papers and from common tutorials:
   - A completion's mask includes its first EOS; `ids != pad` loses it if pad is EOS.
   - With one update per rollout the ratio is exactly 1 and nothing is clipped.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
-  - AdamW moves float32 weights: at a learning rate of 1e-6 bfloat16 would stand still.
+  - AdamW moves float32 weights, which begin at random places within the rounding cells
+    of the bfloat16 weights: else nothing would move at a learning rate of 1e-6.
   - A prompt runs once for its group, not once for each completion.
+
+Order: options, the mathematics, `train_step`, what it calls (sampling, log-probs,
+scores, update); then `train` and what any trainer has.
 """
 
 import argparse
 import contextlib
 import copy
 import dataclasses
+import fcntl
 import functools
 import gc
+import importlib.util
 import inspect
 import json
 import math
@@ -44,21 +50,21 @@ import os
 import random
 import re
 import resource
-import runpy
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -66,9 +72,15 @@ import torch.nn.functional as F
 import transformers
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
@@ -76,6 +88,8 @@ RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 # Number of logits that `LogNormaliser` computes at once; on a CPU they fit its cache.
 AT_ONCE = 2**25 if torch.cuda.is_available() else 2**19
+# Decoding steps between looks at which rows have finished: a look waits for the GPU.
+LOOK_EVERY = 16 if torch.cuda.is_available() else 1
 
 
 class Error(Exception):
@@ -91,10 +105,10 @@ class Config:
     model: str = "tiny"  # Hub name or folder of a causal language model
     data: str = ""  # JSONL file or Hub data set NAME[:CONFIG[:SPLIT]]; else sums
     eval_data: str = ""  # held-out prompts; else a tenth of the data, at most 64
-    reward: tuple = ("accuracy",)  # accuracy, format, code, FILE.py:FUNCTION [=WEIGHT]
+    reward: tuple = ("accuracy",)  # accuracy, math, format, code, FILE.py:X [=WEIGHT]
     unsafe_code: bool = False  # the code reward without bubblewrap: it can do anything
     chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
-    prompt_template: str = ""  # text around {question}; else a \boxed{} for accuracy
+    prompt_template: str = ""  # text around {question}; else a \boxed{} for its answer
     system_prompt: str = ""  # system message of every prompt
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU
     # sampling
@@ -103,7 +117,6 @@ class Config:
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_completion_length: int = 512  # in tokens; longer completions are cut off
     temperature: float = 1.0  # of sampling and of every log-prob
-    static_cache: bool = False  # sample by transformers, on a GPU with CUDA graphs
     # loss
     beta: float = 0.04  # weight of the KL term; 0 needs no reference model
     epsilon: float = 0.2  # clip range of the ratio
@@ -127,18 +140,19 @@ class Config:
     resume: str = ""  # go on with the run in this folder, with its options
     eval_every: int = 50  # steps between evaluations and looks at samples; 0: none
     save_every: int = 100  # steps between checkpoints, one is kept; 0: only the last
+    report_to: Literal["", "wandb", "trackio"] = ""  # a tracker that gets the metrics
 
     def __post_init__(self):
+        least = dict(prompts_per_step=1, num_generations=2, num_iterations=1)
+        least.update(max_completion_length=1, temperature=1e-9)
         for name, value in vars(self).items():
-            least = LEAST.get(name, 0)
-            if isinstance(value, (int, float)) and not value >= least:
-                raise Error(f"--{name.replace('_', '-')} must be at least {least}")
+            if not isinstance(value, (int, float)):
+                continue
+            if not least.get(name, 0) <= value < math.inf:
+                option = name.replace("_", "-")
+                raise Error(f"--{option} must be at least {least.get(name, 0)}")
         if "{question}" not in (self.prompt_template or "{question}"):
             raise Error("--prompt-template must contain {question}")
-
-
-LEAST = dict(prompts_per_step=1, num_generations=2, max_completion_length=1)  # else 0
-LEAST.update(num_iterations=1, temperature=1e-9)
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
@@ -172,39 +186,6 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     return advantages.masked_fill(equal, 0).view(-1)
 
 
-def process_advantages(
-    step_rewards,
-    step_ends,
-    num_generations,
-    num_tokens,
-    eps=1e-8,
-    scale_rewards="group",
-):
-    """Process supervision (DeepSeekMath 4.1.3): (N, C) advantages, C = `num_tokens`.
-    step_rewards, step_ends: N lists, a number for each step of a completion and the
-    index of its last token. The step rewards of a group are normalised together; a
-    token's advantage sums those of the steps that end at or after it. Raises ValueError
-    if ends and rewards differ in number. Needs `group_advantages`.
-    >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
-    tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
-            [ 0.0000,  0.0000,  0.8660,  0.0000]])
-    """
-    advantages = torch.zeros(len(step_rewards), num_tokens)
-    for start in range(0, len(step_rewards), num_generations):
-        numbers = []
-        ends = []
-        for i in range(start, start + num_generations):
-            for reward, end in zip(step_rewards[i], step_ends[i], strict=True):
-                numbers.append(float(reward))
-                ends.append((i, end))
-        if len(numbers) > 1:  # all steps are one group; a single one is its own mean
-            rewards = torch.tensor(numbers)
-            normalised = group_advantages(rewards, len(rewards), scale_rewards, eps)
-            for (i, end), advantage in zip(ends, normalised):
-                advantages[i, : end + 1] += advantage
-    return advantages
-
-
 def masked_mean(x, mask, dim=None):
     """Mean of x where mask is true, of all or along `dim`; 0 where there is nothing."""
     return (x * mask).sum(dim) / mask.sum(dim).clamp(min=1)
@@ -223,12 +204,13 @@ def kl_k3(logp, ref_logp):
 
 
 def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
-    """New over old probability of each token, (N, C); 1 without `old_logp`.
-    At level "sequence" all tokens of a completion have exp of the mean of their
-    logp - old_logp (GSPO, arXiv:2507.18071, eq. 7). Needs `masked_mean`."""
-    log_ratio = logp - (logp if old_logp is None else old_logp).detach()
+    """New over old probability of each token, (N, C); exactly 1 without `old_logp`.
+    Level "sequence" is GSPO and takes `mask`. Needs `mean_log_ratio`, `masked_mean`."""
+    if old_logp is None:
+        old_logp = logp
+    log_ratio = logp - old_logp.detach()
     if importance_sampling_level == "sequence":
-        log_ratio = masked_mean(log_ratio, mask, dim=1)[:, None].expand_as(logp)
+        log_ratio = mean_log_ratio(log_ratio, mask)
     elif importance_sampling_level != "token":
         raise ValueError(f"level {importance_sampling_level!r} is unknown")
     return log_ratio.exp()
@@ -245,9 +227,8 @@ def clipped_surrogate(
 ):
     """min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A): to be maximised.
     logp, old_logp: (N, C), `old_logp` None: the policy has not moved. advantages: (N,)
-    or (N, C). The "sequence" ratio takes `mask`. PPO (arXiv:1707.06347) eq. 7; DAPO's
-    `epsilon_high` (arXiv:2503.14476) is `epsilon` if None or 0.
-    Needs `importance_ratio` and `masked_mean`.
+    or (N, C). PPO (arXiv:1707.06347) eq. 7; DAPO's `epsilon_high` (arXiv:2503.14476) is
+    `epsilon` if None or 0. Needs `importance_ratio`, `mean_log_ratio`, `masked_mean`.
     >>> logp, old_logp = torch.full((2, 1), 0.7).log(), torch.full((2, 1), 0.5).log()
     >>> clipped_surrogate(logp, old_logp, torch.tensor([0.9354, -0.9354])).flatten()
     tensor([ 1.1225, -1.3096])
@@ -282,8 +263,8 @@ def grpo_loss(
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
     The losses of micro-batches add up if the last three arguments are given, those of
-    the whole optimizer batch (None: of this call).
-    Needs `clipped_surrogate`, `importance_ratio`, `kl_k3` and `masked_mean`."""
+    the whole optimizer batch (None: of this call). Needs `clipped_surrogate`,
+    `importance_ratio`, `mean_log_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
     if old_logp is not None:
@@ -320,7 +301,216 @@ def grpo_loss(
     return loss, metrics
 
 
+# Two variants: one ratio for a whole completion, and rewards for its steps.
+def mean_log_ratio(log_ratio, mask):
+    """The mean of each completion's logp - old_logp, at all its tokens: (N, C).
+    GSPO, arXiv:2507.18071, eq. 7. Needs `masked_mean`."""
+    return masked_mean(log_ratio, mask, dim=1)[:, None].expand_as(log_ratio)
+
+
+def process_advantages(
+    step_rewards,
+    step_ends,
+    num_generations,
+    num_tokens,
+    scale_rewards="group",
+    eps=1e-8,
+):
+    """Process supervision (DeepSeekMath 4.1.3): (N, C) advantages, C = `num_tokens`.
+    step_rewards, step_ends: N lists, a number for each step of a completion and the
+    index of its last token. The step rewards of a group are normalised together; a
+    token's advantage sums those of the steps that end at or after it. Raises ValueError
+    if ends and rewards differ in number. Needs `group_advantages`.
+    >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
+    tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
+            [ 0.0000,  0.0000,  0.8660,  0.0000]])
+    """
+    advantages = torch.zeros(len(step_rewards), num_tokens)
+    for start in range(0, len(step_rewards), num_generations):
+        rewards = []
+        ends = []
+        for i in range(start, start + num_generations):
+            for reward, end in zip(step_rewards[i], step_ends[i], strict=True):
+                rewards.append(float(reward))
+                ends.append((i, end))
+        if len(rewards) < 2:  # none, or a single one, which is its own mean
+            continue
+        normalised = group_advantages(  # all steps of the group's completions
+            torch.tensor(rewards), len(rewards), scale_rewards, eps
+        )
+        for (i, end), advantage in zip(ends, normalised):
+            advantages[i, : end + 1] += advantage
+    return advantages
+
+
+# ------------------------------------------------------------- one step, and its state
+class Batch(NamedTuple):
+    """Completions and their prompts: a rollout, or a micro-batch of one."""
+
+    prompt_ids: torch.Tensor  # (B, P), left-padded
+    prompt_mask: torch.Tensor  # (B, P), bool
+    completion_ids: torch.Tensor  # (N, C), right-padded
+    mask: torch.Tensor  # (N, C), bool: up to and including the first EOS
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run has: `load` makes it, the functions below read it."""
+
+    config: Config
+    device: torch.device  # of this process
+    output_dir: Path
+    rewards: dict  # name: (reward function, weight)
+    tokenizer: Any
+    eos_token_ids: list
+    max_positions: float  # tokens of prompt and completion that the model can take
+    policy: Any  # the model that samples and learns
+    reference: Any  # the model that it is held to; None: no KL
+    adapters: Any  # peft's wrapper of the policy; None: no LoRA
+    optimizer: Any  # `MasterAdamW` of the policy
+    logprobs: Callable  # `token_logprobs` or `plain_logprobs`: see `choose_paths`
+    share_prompts: bool  # whether it runs a prompt once for its group
+    use_cache: bool  # whether `generate` may
+    micro_batch_tokens: int
+    tracker: Any = None  # wandb or trackio
+    step: int = 0  # the last one that is finished
+    num_updates: int = 0  # of the optimizer, by the end of that step
+    saved_step: int = 0  # the last one with a checkpoint
+    num_skipped: int = 0  # steps in a row whose gradients were not finite
+    stop: str = ""  # the signal that asked for an end
+
+
+def train_step(run, train_rows, step):
+    """One step of GRPO on B rows of data -> its metrics."""
+    config = run.config
+    num_generations = config.num_generations
+    set_seed(config.seed, step)
+    start = time.perf_counter()
+
+    # 1. take B prompts
+    rows = prompt_batch(train_rows, step, config.prompts_per_step, config.seed)
+
+    # 2. sample G completions of each from the current policy: a `Batch`
+    batch = rollout(run, rows, num_generations, config.temperature)
+
+    # 3. score them
+    scores = score_completions(run, rows, batch)
+
+    # 4. normalise the scores within each group
+    outcome = group_advantages(scores.outcome, num_generations, config.scale_rewards)
+    process = process_advantages(
+        scores.step_rewards,
+        scores.step_ends,
+        num_generations,
+        num_tokens=batch.mask.shape[1],
+        scale_rewards=config.scale_rewards,
+    )
+    advantages = outcome[:, None] + process  # (N, 1) + (N, C) -> (N, C)
+    rollout_end = time.perf_counter()
+
+    # 5. minimise -min(ratio A, clip(ratio) A) + beta KL
+    learning_rate = config.learning_rate * min(1, step / max(1, config.warmup_steps))
+    metrics = update(run, batch, advantages, learning_rate)
+    end = time.perf_counter()
+
+    # 6. measure it
+    rewards = scores.columns["reward"].view(-1, num_generations)  # (B, G)
+    metrics.update(
+        {name: column.mean().item() for name, column in scores.columns.items()},
+        reward_std=rewards.std(1).mean().item(),
+        zero_std_fraction=(rewards.amax(1) == rewards.amin(1)).double().mean().item(),
+        completion_length=batch.mask.sum(1).double().mean().item(),
+        truncated_fraction=1 - sum(scores.finished) / len(scores.finished),
+        learning_rate=learning_rate,
+        rollout_seconds=rollout_end - start,
+        update_seconds=end - rollout_end,
+        step_seconds=end - start,
+        peak_memory_gb=peak_memory_gb(),
+    )
+    if config.eval_every and (step == 1 or step % config.eval_every == 0):
+        log_completions(run, step, rows, scores, advantages, batch.mask)
+    return dict(step=step, **average(metrics))
+
+
 # ---------------------------------------------------------------- sampling, log-probs
+def rollout(run, rows, num_generations, temperature):
+    """Completions of B rows of data, sampled from the policy: a `Batch`."""
+    prompt_ids, prompt_mask = pad(
+        [row["prompt_ids"] for row in rows], "left", run.device
+    )
+    completion_ids = generate(
+        run.policy,
+        prompt_ids,
+        prompt_mask,
+        num_generations,
+        run.config.max_completion_length,
+        run.eos_token_ids,
+        temperature=temperature,
+        use_cache=run.use_cache,
+    )
+    mask = completion_mask(completion_ids, run.eos_token_ids)
+    return Batch(prompt_ids, prompt_mask, completion_ids, mask)
+
+
+@torch.no_grad()
+def generate(
+    model,
+    prompt_ids,
+    prompt_mask,
+    num_generations,
+    max_completion_length,
+    eos_token_ids,
+    temperature=1.0,
+    use_cache=True,
+):
+    """G completions of each prompt, sampled from the policy as it is -> ids (N, C).
+    prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
+    row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
+    model is in eval mode; its generation config has no part in it. `use_cache` False
+    runs all tokens again for each new one: slow, right where a model's cache is not.
+    Needs `sample`, `positions`, `forward`, `LOOK_EVERY`, `F`, `DynamicCache` and
+    `inspect`."""
+    eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
+    num_rows = len(prompt_ids) * num_generations
+    completion_ids = prompt_ids.new_full(
+        (num_rows, max_completion_length), eos_token_ids[0]
+    )
+    live = torch.arange(num_rows, device=prompt_ids.device)  # rows not yet finished
+    groups = live // num_generations  # the prompt of each row
+    finished = torch.zeros_like(live, dtype=torch.bool)
+    cache = DynamicCache(config=model.config) if use_cache else None
+    attention_mask = prompt_mask
+    ids = prompt_ids  # what the model reads next
+    for i in range(max_completion_length):
+        output = forward(model, ids, attention_mask, cache, logits_to_keep=1)
+        logits = output.logits[:, -1]
+        if i == 0:  # the prompts have run once; their groups go on from there
+            logits = logits[groups]  # (N, V)
+            ids = ids[groups]
+            attention_mask = attention_mask[groups]
+            if use_cache:
+                cache.reorder_cache(groups)
+        sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
+        completion_ids[live, i] = sampled
+        finished = torch.isin(sampled, eos)  # rows that have finished are given EOS
+        attention_mask = F.pad(attention_mask, (0, 1), value=True)
+        ids = torch.cat([ids, sampled[:, None]], 1)
+        if i % LOOK_EVERY == 0:
+            unfinished = (~finished).nonzero()[:, 0]
+            if len(unfinished) == 0:
+                break
+            if len(unfinished) < len(live):
+                live = live[unfinished]
+                ids = ids[unfinished]
+                finished = finished[unfinished]
+                attention_mask = attention_mask[unfinished]
+                if use_cache:
+                    cache.reorder_cache(unfinished)
+        if use_cache:
+            ids = ids[:, -1:]
+    return completion_ids
+
+
 def sample(logits, temperature=1.0):
     """One token of each row from softmax(logits / temperature): (N, V) -> (N,).
     At temperature 0 the most probable one. By inverting the distribution function, with
@@ -339,91 +529,38 @@ def positions(attention_mask):
     return (attention_mask.cumsum(1) - 1).clamp(min=0)
 
 
-@torch.no_grad()
-def generate(
-    model,
-    prompt_ids,
-    prompt_mask,
-    num_generations,
-    max_completion_length,
-    eos_token_ids,
-    temperature=1.0,
-):
-    """G completions of each prompt, sampled from the policy as it is -> ids (N, C).
-    prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
-    row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
-    model is in eval mode and without `sharing_obstacle`; its generation config has no
-    part in it. Needs `sample`, `positions`, `cached_forward`, `F`, `DynamicCache`."""
-    eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
-    shape = len(prompt_ids) * num_generations, max_completion_length
-    completion_ids = prompt_ids.new_full(shape, eos_token_ids[0])
-    live = torch.arange(shape[0], device=prompt_ids.device)  # rows not yet finished
-    finished = torch.zeros_like(live, dtype=torch.bool)
-    look_every = 16 if prompt_ids.is_cuda else 1  # to look is to wait for the GPU
-    cache = DynamicCache(config=model.config)
-    attention_mask = prompt_mask
-    ids = prompt_ids  # what the model reads next
-    for i in range(max_completion_length):
-        output = cached_forward(model, ids, attention_mask, cache, logits_to_keep=1)
-        logits = output.logits[:, -1]
-        if i == 0:  # the prompts have run once; their groups go on from there
-            logits = logits.repeat_interleave(num_generations, 0)  # (N, V)
-            attention_mask = attention_mask.repeat_interleave(num_generations, 0)
-            cache.batch_repeat_interleave(num_generations)
-        sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
-        completion_ids[live, i] = sampled
-        finished = torch.isin(sampled, eos)  # rows that have finished are given EOS
-        if i % look_every == 0:
-            unfinished = (~finished).nonzero()[:, 0]
-            if len(unfinished) == 0:
-                break
-            if len(unfinished) < len(live):
-                cache.batch_select_indices(unfinished)
-                live = live[unfinished]
-                sampled = sampled[unfinished]
-                finished = finished[unfinished]
-                attention_mask = attention_mask[unfinished]
-        attention_mask = F.pad(attention_mask, (0, 1), value=True)
-        ids = sampled[:, None]
-    return completion_ids
-
-
-def generate_with_transformers(
-    model,
-    prompt_ids,
-    prompt_mask,
-    num_generations,
-    max_completion_length,
-    eos_token_ids,
-    temperature=1.0,
-    static=False,
-):
-    """`generate` for any model. Each prompt runs alone, as some recurrent models sample
-    wrongly after padding; with a `static` cache (GPU: CUDA graphs) all at once."""
-    own_config = model.generation_config
-    # Not as an argument: what is unset there would come from the model's own config.
-    model.generation_config = transformers.GenerationConfig(
-        max_new_tokens=max_completion_length,
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_k=0,
-        num_return_sequences=num_generations,
-        eos_token_id=eos_token_ids,
-        pad_token_id=eos_token_ids[0],
-        cache_implementation="static" if static else None,
+def forward(module, ids, attention_mask, cache=None, **options):
+    """Run ids (N, L) after what `cache` holds, and add them to it. The mask is of both,
+    (N, …, L). Needs `positions` and `inspect`."""
+    parameters = inspect.signature(getattr(module, "forward", module)).parameters
+    # Mamba 2 has a name of its own for its cache.
+    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    return module(
+        ids,
+        attention_mask=attention_mask.long(),
+        position_ids=positions(attention_mask)[:, -ids.shape[1] :],
+        use_cache=cache is not None,
+        **{name: cache},
+        **options,
     )
-    completions = []
-    size = len(prompt_ids) if static else 1
-    try:
-        for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
-            ids = ids[:, mask.any(0)]
-            mask = mask[:, mask.any(0)].long()
-            output = model.generate(ids, attention_mask=mask)[:, ids.shape[1] :]
-            missing = max_completion_length - output.shape[1]
-            completions.append(F.pad(output, (0, missing), value=eos_token_ids[0]))
-    finally:
-        model.generation_config = own_config
-    return torch.cat(completions)  # (N, C)
+
+
+def plain_logprobs(
+    model, prompt_ids, prompt_mask, completion_ids, mask, temperature=1.0
+):
+    """What `token_logprobs` computes, by the model's own forward pass, in which each
+    completion runs with a prompt of its own. Needs `forward`, `positions`,
+    `logprobs_of_logits`, `F` and `inspect`."""
+    num_generations = len(completion_ids) // len(prompt_ids)
+    length = completion_ids.shape[1]
+    inputs = completion_ids[:, :-1]  # the last token predicts nothing
+    ids = torch.cat([prompt_ids.repeat_interleave(num_generations, 0), inputs], 1)
+    attention_mask = torch.cat(  # padding behind a token is never seen: it may be True
+        [prompt_mask.repeat_interleave(num_generations, 0), inputs >= 0], 1
+    )
+    output = forward(model.forward, ids, attention_mask, logits_to_keep=length)
+    logits = output.logits[:, -length:]  # (N, C, V): from the prompt's last token on
+    return logprobs_of_logits(logits, completion_ids, mask, temperature)
 
 
 def token_logprobs(
@@ -431,64 +568,55 @@ def token_logprobs(
     prompt_ids,
     prompt_mask,
     completion_ids,
-    completion_mask,
+    mask,
     temperature=1.0,
-    share_prompts=True,
+    own_logits=False,
 ):
     """log-prob of each completion token given all before it: (N, C) float32.
-    0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids,
-    completion_mask: (N, C), right-padded, bool, rows b*G … b*G+G-1 continue prompt b.
-    The model must be in eval mode: dropout and gradient checkpointing change values.
-    Its logits are divided by `temperature`, as in sampling.
-    `share_prompts` runs each prompt once and its completions on G copies of its
-    key-value cache, through which gradients flow: only for models without
-    `sharing_obstacle`. Else this is the model's plain forward. Needs `positions`,
-    `cached_forward`, `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math`."""
-    num_generations = len(completion_ids) // len(prompt_ids)
-    length = completion_ids.shape[1]
-    ids = completion_ids[completion_mask]  # (M,): padding needs no output layer
-    inputs = completion_ids[:, :-1]  # the last token predicts nothing
-    repeated_mask = prompt_mask.repeat_interleave(num_generations, 0)
-    ones = torch.ones_like(inputs, dtype=torch.bool)  # padding behind is never seen
-    attention_mask = torch.cat([repeated_mask, ones], 1)  # (N, P + C - 1)
-    if not share_prompts:
-        repeated_ids = prompt_ids.repeat_interleave(num_generations, 0)
-        logits = model.forward(
-            torch.cat([repeated_ids, inputs], 1),
-            attention_mask=attention_mask.long(),
-            position_ids=positions(attention_mask),
-            use_cache=False,
-            logits_to_keep=length,
-        ).logits[:, -length:]
-        logits = logits[completion_mask].float() / temperature  # (M, V)
-        logp = -F.cross_entropy(logits, ids, reduction="none")
-    else:
-        cache = DynamicCache(config=model.config)
-        body = model.base_model  # all but the output layer
-        output = cached_forward(body, prompt_ids, prompt_mask, cache)
-        # A prompt's last hidden state predicts the first tokens of its completions.
-        hidden = output.last_hidden_state[:, -1:].repeat_interleave(num_generations, 0)
-        if length > 1:  # The hidden states of all but the last predict the others.
-            cache.batch_repeat_interleave(num_generations)
-            output = cached_forward(body, inputs, attention_mask, cache)
-            hidden = torch.cat([hidden, output.last_hidden_state], 1)  # (N, C, H)
-        hidden = hidden[completion_mask] / temperature  # (M, H): divides the logits
-        weight = model.get_output_embeddings().weight  # (V, H): a row for each token
-        logits = torch.einsum("mh,mh->m", hidden, F.embedding(ids, weight))  # (M,)
-        logp = logits.float() - LogNormaliser.apply(hidden, weight)
-    return logp.new_zeros(completion_mask.shape).masked_scatter(completion_mask, logp)
+    0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, mask:
+    (N, C), right-padded, bool; rows b*G … b*G+G-1 continue prompt b. The logits are
+    divided by `temperature`, as in sampling. The model must be in eval mode.
+    Each prompt runs once. Its completions go on from G copies of its key-value cache;
+    the copies are ordinary tensors that depend on the weights, so gradients flow
+    through them into the prompt. `own_logits` takes the logits from the model where
+    they are not `weight @ hidden`. `choose_logprobs` tells what a model bears.
+    Needs `forward`, `positions`, `logprobs_of_hidden`, `logprobs_of_logits`,
+    `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math` and `inspect`."""
+    num_prompts, length = len(prompt_ids), completion_ids.shape[1]
+    groups = torch.arange(num_prompts, device=prompt_ids.device)
+    groups = groups.repeat_interleave(len(completion_ids) // num_prompts)  # (N,)
+    module = model.forward if own_logits else model.base_model
+    cache = DynamicCache(config=model.config)
+    first = forward(module, prompt_ids, prompt_mask, cache)[0][:, -1:]  # (B, 1, H or V)
+    cache.reorder_cache(groups)  # B rows become N
+    # Recurrent states would be written over, and backward still reads the prompt's.
+    cache.update_recurrent_state = lambda state, *args, **options: state
+    # The last token predicts nothing. Recurrent layers want two tokens at least.
+    inputs = F.pad(completion_ids[:, :-1], (0, max(0, 3 - length)))
+    attention_mask = torch.cat([prompt_mask[groups], inputs >= 0], 1)
+    others = forward(module, inputs, attention_mask, cache)[0]
+    # A prompt's last output predicts the first token of each of its completions.
+    outputs = torch.cat([first[groups], others], 1)[:, :length]  # (N, C, H or V)
+    if own_logits:
+        return logprobs_of_logits(outputs, completion_ids, mask, temperature)
+    weight = model.get_output_embeddings().weight  # (V, H): a row for each token
+    return logprobs_of_hidden(outputs, weight, completion_ids, mask, temperature)
 
 
-def cached_forward(module, ids, mask, cache, **options):
-    """Run ids (N, L) after what `cache` holds and add them to it; mask is of both."""
-    return module(
-        ids,
-        attention_mask=mask.long(),
-        position_ids=positions(mask)[:, -ids.shape[1] :],
-        past_key_values=cache,
-        use_cache=True,
-        **options,
-    )
+def logprobs_of_logits(logits, completion_ids, mask, temperature):
+    """log softmax(logits / temperature) of each token: (N, C, V) -> (N, C) float32."""
+    logits = logits[mask].float() / temperature  # (M, V)
+    logp = -F.cross_entropy(logits, completion_ids[mask], reduction="none")
+    return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
+
+
+def logprobs_of_hidden(hidden, weight, completion_ids, mask, temperature):
+    """`logprobs_of_logits` of logits = hidden @ weight.T, which are never in memory."""
+    hidden = hidden[mask] / temperature  # (M, H): divides the logits
+    words = F.embedding(completion_ids[mask], weight)  # (M, H)
+    logits = torch.einsum("mh,mh->m", hidden, words)
+    logp = logits.float() - LogNormaliser.apply(hidden, weight)
+    return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
 
 class LogNormaliser(torch.autograd.Function):
@@ -523,369 +651,74 @@ class LogNormaliser(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight
 
 
-def sharing_obstacle(model):
-    """What keeps `token_logprobs` and `generate` from sharing prompts; "" if nothing.
-    Values and gradients must be those of the plain forward: Gemma 2 caps its logits,
-    Cohere scales them, some layers cannot go on from a shared cache. For a float32
-    model. Raises `Error` where padding or later tokens change a log-prob. Needs
-    `token_logprobs`, `pad`, `one_line` and `Error`."""
-    embeddings = model.get_input_embeddings().weight
-    device = embeddings.device
+# ------------------------------------------------------------------------------ scores
+@dataclasses.dataclass
+class Scores:
+    """What N completions are worth."""
 
-    def compute(prompts, completions, share_prompts):
-        """Log-probs of the last completion, gradients of the embeddings."""
-        batch = *pad(prompts, "left", device), *pad(completions, "right", device)
-        logp = token_logprobs(model, *batch, share_prompts=share_prompts)
-        (grad,) = torch.autograd.grad(logp.sum(), embeddings)
-        return logp[-1, :2].detach(), grad
-
-    def close(found, expected):
-        return (found - expected).norm() <= 1e-4 * expected.norm()
-
-    padded = [[2, 3, 4, 2, 3], [5, 6]], [[2, 3, 4, 5], [7, 8]] * 2  # B = 2, G = 2
-    logp, grad = compute(*padded, share_prompts=False)
-    alone, _ = compute([[5, 6]], [[7, 8]], share_prompts=False)
-    if not close(logp, alone):
-        raise Error(f"{type(model).__name__}: padding or later tokens change log-probs")
-    try:
-        shared_logp, shared_grad = compute(*padded, share_prompts=True)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):  # RuntimeErrors as well
-        raise
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        return one_line(error)
-    same = close(shared_logp, logp) and close(shared_grad, grad)
-    return "" if same else "log-probs or gradients differ"
-
-
-# ------------------------------------------------------------------------------ update
-class MasterAdamW:
-    """AdamW (arXiv:1711.05101; weight decay 0) on float32 masters of bfloat16 weights,
-    or on float32 weights. bfloat16 rounds away what is less than 1/512 of a weight: so
-    the weight is its master rounded to the upper 16 bits; `lower` keeps the other 16.
-    Bytes each: 2 + 2, moments 8, gradient 2 or 4. Needs `local`, `whole`, `Error`."""
-
-    def __init__(self, model):
-        self.num_steps = 0
-        self.moments = {}
-        self.lower = {}  # halves of the masters of bfloat16 weights
-        for param in model.parameters():
-            if param.requires_grad:
-                weight = local(param.detach())
-                zeros = torch.zeros_like(weight, dtype=torch.float32)
-                self.moments[param] = zeros, zeros.clone()
-                if weight.dtype == torch.bfloat16:
-                    self.lower[param] = torch.zeros_like(weight, dtype=torch.int16)
-
-    def tensors(self):
-        """This rank's part of all weights, moments and lower halves."""
-        tensors = [local(param.detach()) for param in self.moments]
-        for moments in self.moments.values():
-            tensors += moments
-        return tensors + list(self.lower.values())
-
-    @torch.no_grad()
-    def step(self, learning_rate, max_grad_norm):
-        """Scale the gradient down to `max_grad_norm` (0: as it is), update, free it ->
-        its norm before. Raises `Error` if that is not finite."""
-        params = [param for param in self.moments if param.grad is not None]
-        norms = [torch.linalg.vector_norm(x.grad, dtype=torch.float32) for x in params]
-        norm = whole(torch.stack(norms).norm()).item()
-        if not math.isfinite(norm):
-            raise Error(f"the gradient's norm is {norm}: it has moved no weight")
-        scale = min(1.0, (max_grad_norm or math.inf) / (norm + 1e-6))
-        self.num_steps += 1  # first, so that `train` never saves half a step
-        for param in params:
-            master = local(param).float()  # the weight itself where that is float32
-            if param in self.lower:
-                bits = master.view(torch.int32)  # the same memory
-                bits += self.lower[param]
-            grad = local(param.grad).float()
-            grad *= scale
-            param.grad = None
-            exp_avg, exp_avg_sq = self.moments[param]
-            steps = torch.full((), float(self.num_steps), device=grad.device)
-            torch._fused_adamw_(  # what torch.optim.AdamW calls
-                [master],
-                grads=[grad],
-                exp_avgs=[exp_avg],
-                exp_avg_sqs=[exp_avg_sq],
-                max_exp_avg_sqs=[],
-                state_steps=[steps],
-                lr=learning_rate,
-                beta1=0.9,
-                beta2=0.999,
-                eps=1e-8,
-                weight_decay=0.0,
-                amsgrad=False,
-                maximize=False,
-            )
-            if param in self.lower:
-                self.lower[param].copy_(bits)  # the lower 16, as a signed number
-                bits -= self.lower[param]  # leaves the nearest bfloat16
-                local(param).copy_(master)
-        return norm
-
-
-def cut_micro_batches(rows, prompt_lengths, lengths, max_tokens):
-    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens.
-    prompt_lengths: (B,), lengths of completions: (N,). Groups, and completions in each,
-    are sorted, longest first, to save padding. A single completion may exceed it."""
-    num_generations = len(lengths) // len(prompt_lengths)
-    rows = rows.gather(1, lengths[rows].argsort(1, descending=True))
-    rows = rows[lengths[rows[:, 0]].argsort(descending=True)]
-
-    def cut(rows):
-        longest_prompt = prompt_lengths[rows[:, 0] // num_generations].max()
-        num_tokens = len(rows) * longest_prompt + rows.numel() * lengths[rows].max()
-        if num_tokens <= max_tokens or rows.numel() == 1:
-            return [rows]
-        first, second = rows.tensor_split(2, dim=0 if len(rows) > 1 else 1)
-        return cut(first) + cut(second)
-
-    return cut(rows)
-
-
-def take_rows(batch, rows):
-    """The part of a batch with these row numbers, without columns of padding."""
-    prompt_ids, prompt_mask, completion_ids, mask = batch
-    prompts = rows[:, 0] // (len(mask) // len(prompt_ids))
-    completions = rows.flatten()
-    prompt_columns = prompt_mask[prompts].any(0)  # (P,)
-    columns = mask[completions].any(0)  # (C,)
-    columns[:2] = True  # with one, `token_logprobs` skips a pass that other ranks make
-    return (
-        prompt_ids[prompts][:, prompt_columns],
-        prompt_mask[prompts][:, prompt_columns],
-        completion_ids[completions][:, columns],
-        mask[completions][:, columns],
-    )
-
-
-def update(run, learning_rate, batch, advantages):
-    """num_iterations (mu) AdamW steps on one rollout -> metrics.
-    batch: prompt_ids, prompt_mask, completion_ids, mask; advantages: (N,) or (N, C)."""
-    config = run.config
-    _, prompt_mask, _, mask = batch
-    # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
-    tokens_per_rank = average(mask.sum().item())
-    advantages = advantages.to(mask.device).reshape(len(mask), -1)
-    rows = torch.arange(len(mask)).view(len(prompt_mask), -1)  # (B, G)
-    if run.reference is None:  # a group whose advantages are all 0 has no gradient
-        live = advantages[rows].flatten(1).any(1).cpu()  # (B,)
-        rows = rows[live] if live.any() else rows[:1]  # one, for a gradient of 0
-    prompt_lengths = prompt_mask.sum(1).cpu()
-    lengths = mask.sum(1).cpu()
-    sizes = lengths  # in tokens
-    if not run.share_prompts:  # then each completion runs with a prompt of its own
-        sizes = lengths + prompt_lengths.max()
-    part_rows = cut_micro_batches(rows, prompt_lengths, sizes, run.micro_batch_tokens)
-    parts = [take_rows(batch, numbers) for numbers in part_rows]
-    # Ranks wait for each other at every pass: some repeat a part with an empty mask.
-    for _ in range(max(all_gather(len(part_rows))) - len(part_rows)):
-        part_rows.append(part_rows[0])
-        parts.append((*parts[0][:3], torch.zeros_like(parts[0][3])))
-    for param in run.optimizer.moments:  # a sum of bfloat16 gradients loses small ones
-        param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
-    ref_logps = [run.reference(*part) if run.reference else None for part in parts]
-    old_logps = []
-    num_live_tokens = average(lengths[rows].sum().item())  # of a rank, in one pass
-    totals = defaultdict(float, num_tokens=tokens_per_rank * WORLD_SIZE)
-    for iteration in range(config.num_iterations):
-        for i, part in enumerate(parts):
-            *_, part_mask = part
-            logp = run.policy.token_logprobs(*part)  # bound in `make_ready`
-            if iteration == 0:  # before any weight has moved
-                old_logps.append(logp.detach())
-            loss, metrics = grpo_loss(
-                logp,
-                old_logps[i],
-                ref_logps[i],
-                advantages[part_rows[i].flatten(), : logp.shape[1]],
-                part_mask,
-                epsilon=config.epsilon,
-                epsilon_high=config.epsilon_high,
-                beta=config.beta,
-                loss_type=config.loss_type,
-                importance_sampling_level=config.importance_sampling_level,
-                max_completion_length=config.max_completion_length,
-                num_sequences=len(mask),
-                num_tokens=tokens_per_rank,
-            )
-            loss.backward()
-            share = part_mask.sum() / num_live_tokens / config.num_iterations  # of all
-            for name, value in metrics.items():
-                totals[name] += (share * value).item()
-            totals["loss"] += loss.item() / config.num_iterations
-        for module in run.policy.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()  # the step moves the shards, not the whole weights
-        totals["grad_norm"] = run.optimizer.step(learning_rate, config.max_grad_norm)
-    return totals
-
-
-# ---------------------------------------------------------------------------- training
-def train(config):
-    """GRPO from the first prompt to the last checkpoint."""
-    run, train_rows, eval_rows = set_up(config)
-    stop = ""  # the signal that asked for an end
-    step = restore(run)
-    num_updates = run.optimizer.num_steps
-    heed_signals(run)
-    pbar = tqdm(total=config.max_steps, initial=step, disable=RANK > 0)
-    try:
-        while step < config.max_steps and not stop:
-            if config.eval_every and step % config.eval_every == 0:
-                evaluate(run, eval_rows, step)
-            record = train_step(run, train_rows, step + 1)
-            step += 1
-            num_updates = run.optimizer.num_steps
-            log(run, record)
-            pbar.set_postfix(reward=record["reward"], kl=record["kl"], refresh=False)
-            pbar.update()
-            stop = max(all_gather(run.stop))  # a signal to any rank stops them all
-            is_last = step == config.max_steps
-            if is_last or (config.save_every and step % config.save_every == 0):
-                save(run, f"checkpoint-{step}")
-        if step < config.max_steps:  # stopped by a signal: saved below
-            raise Error(f"{stop} after step {step}: --resume {run.output_dir}")
-        if config.eval_every:
-            evaluate(run, eval_rows, step)
-    except BaseException as error:
-        # Save the last finished step, unless weights have moved since, or one of
-        # several processes has failed alone: an `Error` is raised by all of them.
-        unmoved = run.optimizer.num_steps == num_updates
-        together = WORLD_SIZE == 1 or type(error) is Error
-        name = f"checkpoint-{step}"
-        if step and unmoved and together and not (run.output_dir / name).exists():
-            save(run, name)
-        raise
-    finally:
-        pbar.close()
-    conclude(run)
-
-
-def train_step(run, train_rows, step):
-    """One step of GRPO -> its row of metrics."""
-    config = run.config
-    num_generations = config.num_generations
-    set_seed(config, step)
-    start = time.perf_counter()
-    # 1. take B prompts, of which each process has its share
-    rows = prompt_batch(train_rows, step, config.prompts_per_step, config.seed)
-    # 2. sample G completions of each from the current policy
-    batch = rollout(run, rows, num_generations, config.temperature)
-    *_, completion_ids, mask = batch
-    # 3. score them
-    texts, scores, step_scores = score_completions(run, rows, batch)
-    rewards = scores["reward"].float()  # sums such as 0.1 + 0.2 and 0.3 are equal
-    # 4. normalise the scores within each group
-    scale = config.scale_rewards
-    if step_scores:
-        advantages = process_advantages(
-            *step_scores, num_generations, mask.shape[1], scale_rewards=scale
-        )
-    else:
-        advantages = group_advantages(rewards, num_generations, scale)
-    # 5. minimise -min(ratio A, clip(ratio) A) + beta KL
-    middle = time.perf_counter()
-    learning_rate = config.learning_rate * min(1, step / max(1, config.warmup_steps))
-    metrics = update(run, learning_rate, batch, advantages)
-    end = time.perf_counter()
-    # 6. measure it
-    eos = torch.tensor(run.eos_token_ids, device=run.device)
-    groups = rewards.view(-1, num_generations)
-    columns = dict(
-        scores,
-        reward_std=groups.std(1),
-        zero_std_fraction=groups.amax(1) == groups.amin(1),
-        completion_length=mask.sum(1),
-        truncated_fraction=~torch.isin(completion_ids, eos).any(1),
-    )
-    for name, column in columns.items():
-        metrics[name] = column.double().mean().item()
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux: in KiB
-    if torch.cuda.is_available():
-        memory = torch.cuda.max_memory_allocated() / 2**30
-    metrics.update(
-        learning_rate=learning_rate,
-        rollout_seconds=middle - start,
-        update_seconds=end - middle,
-        step_seconds=end - start,
-        peak_memory_gb=memory,
-    )
-    if config.eval_every and (step == 1 or step % config.eval_every == 0):
-        for row, text, reward in zip(rows[:3], texts[::num_generations], groups[:, 0]):
-            print0(f"reward {reward:.3g}: {row['prompts'][-80:]!r} -> {text[:300]!r}")
-    return dict(step=step, **{name: average(x) for name, x in metrics.items()})
-
-
-def rollout(run, rows, num_generations, temperature):
-    """Completions of B rows -> prompt_ids, prompt_mask (B, P), completion_ids, mask."""
-    prompts = pad([row["prompt_ids"] for row in rows], "left", run.device)
-    completion_ids = run.generate(
-        run.policy,
-        *prompts,
-        num_generations,
-        run.config.max_completion_length,
-        run.eos_token_ids,
-        temperature=temperature,
-    )
-    return *prompts, completion_ids, completion_mask(completion_ids, run.eos_token_ids)
+    texts: list
+    finished: list  # whether each has ended by EOS
+    columns: dict  # "reward", the weighted sum, and each "rewards/<name>": (N,) float64
+    outcome: torch.Tensor  # (N,) float32, weighted sum of what is one number
+    step_rewards: list  # N lists of weighted rewards of steps
+    step_ends: list  # N lists: the index of each step's last token
 
 
 def score_completions(run, rows, batch):
-    """What the completions of B rows are worth -> texts, scores, step_scores.
-    A reward function gives each completion a number; or None, not judged, which becomes
-    the mean of its group; or a list of numbers, one for each step. scores: {reward,
-    rewards/<name>: (N,)}; a list counts as its mean. step_scores: None or, with lists,
-    step_rewards and step_ends of `process_advantages`; a number is a last step."""
-    *_, completion_ids, mask = batch
-    num_generations = len(mask) // len(rows)
-    ids = [x[:n] for x, n in zip(completion_ids.tolist(), mask.sum(1).tolist())]
+    """`Scores` of the completions of B rows of data by all reward functions.
+    A function gives each completion a number; or None, not judged, which becomes the
+    mean of its group; or a list of numbers, one for each step."""
+    num_generations = len(batch.mask) // len(rows)
+    ids = [x[:n] for x, n in zip(batch.completion_ids.tolist(), batch.mask.sum(1))]
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    steps = [split_steps(run.tokenizer, x) for x in ids]  # of each completion
-    columns = dict(completions=texts, completion_ids=ids)
+    finished = [x[-1] in run.eos_token_ids for x in ids]
+    steps = [split_steps(run.tokenizer, x) for x in ids]
+    columns = dict(completions=texts, completion_ids=ids, finished=finished)
     columns["steps"] = [[text for text, _ in x] for x in steps]
     for column in rows[0].keys() - columns.keys():
         columns[column] = [row[column] for row in rows for _ in range(num_generations)]
-    scores = dict(reward=torch.zeros(len(texts)).double())
-    step_rewards = [[] for _ in texts]
-    step_ends = [[] for _ in texts]
-    step_scores = None
-    failure = ""
-    try:
-        for name, (function, weight) in run.rewards.items():
+    zeros = torch.zeros(len(texts), dtype=torch.float64)
+    scores = Scores(
+        texts=texts,
+        finished=finished,
+        columns=dict(reward=zeros),
+        outcome=zeros,
+        step_rewards=[[] for _ in texts],
+        step_ends=[[] for _ in texts],
+    )
+    for name, (function, weight) in run.rewards.items():
+        with failing_together(f"the reward {name} failed"):
             values = function(**copy.deepcopy(columns))
+            if hasattr(values, "tolist"):  # a tensor or an array
+                values = values.tolist()
             if not isinstance(values, list) or len(values) != len(texts):
                 raise ValueError(f"it must return a list of {len(texts)} values")
-            means = [math.nan] * len(texts)
+            by_step = any(isinstance(value, list) for value in values)
+            means = []
             for i, value in enumerate(values):
                 if value is None:
+                    means.append(math.nan)
                     continue
-                numbers, ends = [value], [len(ids[i]) - 1]
-                if isinstance(value, list):
-                    step_scores = step_rewards, step_ends  # still being filled
-                    numbers = value
-                    ends = [end for _, end in steps[i]]
-                if len(numbers) != len(ends) or not all(map(math.isfinite, numbers)):
-                    raise ValueError(f"{value!r} for {len(ends)} steps")
-                if weight:  # else it is only logged
-                    step_rewards[i] += [weight * number for number in numbers]
-                    step_ends[i] += ends
-                means[i] = sum(numbers) / max(1, len(numbers))
+                numbers = [float(number) for number in (value if by_step else [value])]
+                if not all(map(math.isfinite, numbers)):
+                    raise ValueError(f"{value!r} is not finite")
+                means.append(sum(numbers) / max(1, len(numbers)))
+                if by_step and len(numbers) != len(steps[i]):
+                    raise ValueError(f"{value!r} for {len(steps[i])} steps")
+                if by_step and weight:  # else it is only logged
+                    scores.step_rewards[i] += [weight * number for number in numbers]
+                    scores.step_ends[i] += [end for _, end in steps[i]]
             groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
             for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):
                 groups = torch.where(groups.isnan(), judged_mean, groups)
             filled = groups.flatten().nan_to_num()
-            scores[f"rewards/{name}"] = filled
-            scores["reward"] += weight * filled
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        failure = f"the reward {name} failed: {error!r}"
-    failure = max(all_gather(failure))  # any rank's
-    if failure:
-        raise Error(failure)
-    return texts, scores, step_scores
+            scores.columns[f"rewards/{name}"] = filled
+            scores.columns["reward"] = scores.columns["reward"] + weight * filled
+            if not by_step:
+                scores.outcome = scores.outcome + weight * filled
+    scores.columns["reward"] = scores.columns["reward"].float()  # 0.1 + 0.2 is 0.3
+    scores.outcome = scores.outcome.float()
+    return scores
 
 
 def split_steps(tokenizer, ids):
@@ -909,60 +742,308 @@ def ends_line(tokenizer, token):
     return "\n" in tokenizer.decode([token])
 
 
-def evaluate(run, rows, step):
-    """Mean rewards of greedy completions of the held-out rows, logged."""
-    # Every process has the same number of rows, and decodes no more than in training.
-    mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
-    size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
-    columns = defaultdict(list)
-    for start in range(0, len(mine), size):
-        part = mine[start : start + size]
-        batch = rollout(run, part, num_generations=1, temperature=0)
-        for name, column in score_completions(run, part, batch)[1].items():
-            columns[f"eval/{name}"] += column.tolist()
-    means = {name: average(sum(x) / len(x)) for name, x in columns.items()}
-    log(run, dict(step=step, **means))
+# ------------------------------------------------------------------------------ update
+@dataclasses.dataclass
+class Part:
+    """A micro-batch: b prompts, n completions, their advantages and log-probs."""
+
+    batch: Batch
+    advantages: torch.Tensor  # (n, c)
+    ref_logp: torch.Tensor | None  # (n, c) of the reference
+    old_logp: torch.Tensor | None = None  # (n, c) before the first update
 
 
-def set_up(config):
-    """(run, rows to train on, rows held out), after the supervised steps. `run` is what
-    all share: config, device, rewards, output_dir, `stop` and what `load` adds."""
+def update(run, batch, advantages, learning_rate):
+    """num_iterations (mu) AdamW steps on one rollout, whose advantages are (N, C) ->
+    metrics, those of tokens as means over all of them."""
+    config = run.config
+    parts = prepare_parts(run, batch, advantages.to(run.device))
+    num_live_tokens = sum(part.batch.mask.sum().item() for part in parts)
+    # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
+    counts = average(dict(all=batch.mask.sum().item(), live=num_live_tokens))
+    metrics = defaultdict(float, num_tokens=counts["all"] * WORLD_SIZE)
+    for _ in range(config.num_iterations):
+        for part in parts:
+            loss, part_metrics = part_loss(run, part, len(batch.mask), counts["all"])
+            loss.backward()
+            metrics["loss"] += loss.item() / config.num_iterations
+            share = part.batch.mask.sum().item() / counts["live"]
+            for name, value in part_metrics.items():
+                metrics[name] += share * value.item() / config.num_iterations
+        norm = collect_gradient(run)
+        if math.isfinite(norm):
+            run.optimizer.step(learning_rate, norm, config.max_grad_norm)
+        else:
+            metrics["skipped"] += 1
+        metrics["grad_norm"] = norm
+    metrics["skipped"] += 0  # in every row
+    return metrics
+
+
+def prepare_parts(run, batch, advantages):
+    """The micro-batches of an update, with the log-probs of the reference."""
+    row_numbers = torch.arange(len(batch.mask)).view(
+        len(batch.prompt_ids), -1
+    )  # (B, G)
+    if run.reference is None:  # a group whose advantages are all 0 has no gradient
+        live = advantages.cpu()[row_numbers].flatten(1).any(1)  # (B,)
+        row_numbers = row_numbers[live] if live.any() else row_numbers[:1]
+    prompt_lengths = batch.prompt_mask.sum(1).cpu()
+    lengths = batch.mask.sum(1).cpu()
+    if not run.share_prompts:  # each completion runs with a prompt of its own
+        lengths = lengths + prompt_lengths.max()
+    parts = []
+    for numbers in cut_micro_batches(
+        row_numbers, prompt_lengths, lengths, run.micro_batch_tokens
+    ):
+        part_batch = take_rows(batch, numbers)
+        num_columns = part_batch.mask.shape[1]
+        part_advantages = advantages[numbers.flatten(), :num_columns]
+        parts.append(Part(part_batch, part_advantages, ref_logp=None))
+    add_empty_parts(parts)
+    for part in parts:
+        part.ref_logp = reference_logprobs(run, part.batch)
+    for param in run.optimizer.params:  # a sum of bfloat16 gradients loses small ones
+        param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
+    return parts
+
+
+def cut_micro_batches(row_numbers, prompt_lengths, lengths, max_tokens):
+    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens.
+    prompt_lengths: (B,), lengths of completions: (N,). Groups, and completions in each,
+    are sorted, longest first, to save padding. A single completion may exceed it."""
+    num_generations = len(lengths) // len(prompt_lengths)
+    order = lengths[row_numbers].argsort(1, descending=True)
+    row_numbers = row_numbers.gather(1, order)
+    row_numbers = row_numbers[lengths[row_numbers[:, 0]].argsort(descending=True)]
+
+    def cut(numbers):
+        longest_prompt = prompt_lengths[numbers[:, 0] // num_generations].max()
+        num_completion_tokens = numbers.numel() * lengths[numbers].max()
+        num_tokens = len(numbers) * longest_prompt + num_completion_tokens
+        if num_tokens <= max_tokens or numbers.numel() == 1:
+            return [numbers]
+        first, second = numbers.tensor_split(2, dim=0 if len(numbers) > 1 else 1)
+        return cut(first) + cut(second)
+
+    return cut(row_numbers)
+
+
+def take_rows(batch, row_numbers):
+    """The part of a batch with these row numbers, without columns of padding."""
+    prompts = row_numbers[:, 0] // (len(batch.mask) // len(batch.prompt_ids))
+    completions = row_numbers.flatten()
+    prompt_columns = batch.prompt_mask[prompts].any(0)  # (P,)
+    columns = batch.mask[completions].any(0)  # (C,)
+    return Batch(
+        batch.prompt_ids[prompts][:, prompt_columns],
+        batch.prompt_mask[prompts][:, prompt_columns],
+        batch.completion_ids[completions][:, columns],
+        batch.mask[completions][:, columns],
+    )
+
+
+def reference_logprobs(run, batch):
+    """Log-probs of the frozen reference: (N, C), or None without a KL term."""
+    if run.reference is None:
+        return None
+    without_adapters = contextlib.nullcontext()
+    if run.adapters:  # then it is the policy without them
+        without_adapters = run.adapters.disable_adapter()
+    with torch.no_grad(), without_adapters:
+        return run.logprobs(run.reference, *batch, run.config.temperature)
+
+
+def part_loss(run, part, num_sequences, num_tokens):
+    """`grpo_loss` of a micro-batch; the numbers are those of the optimizer batch."""
+    config = run.config
+    logp = run.logprobs(run.policy, *part.batch, config.temperature)
+    if part.old_logp is None:  # no weight has moved yet
+        part.old_logp = logp.detach()
+    return grpo_loss(
+        logp,
+        part.old_logp,
+        part.ref_logp,
+        part.advantages,
+        part.batch.mask,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        beta=config.beta,
+        loss_type=config.loss_type,
+        importance_sampling_level=config.importance_sampling_level,
+        max_completion_length=config.max_completion_length,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+    )
+
+
+def collect_gradient(run):
+    """Hand the gradient to the optimizer -> its norm, over all ranks."""
+    for module in run.policy.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()  # the step moves the shards, not the whole weights
+    return math.hypot(*all_gather(run.optimizer.collect()))
+
+
+class MasterAdamW:
+    """torch's AdamW (arXiv:1711.05101; weight decay 0) on float32 masters.
+    bfloat16 rounds away what is less than 1/512 of a weight, so a bfloat16 weight is
+    its master, rounded; a float32 weight is its own. It takes a float32 model and gives
+    it `dtype`; FSDP's shards stay float32. Needs `local`, `within_cell` and torch's
+    `get_total_norm`, `clip_grads_with_norm_`."""
+
+    def __init__(self, model, dtype):
+        self.dtype = dtype
+        self.num_steps = 0
+        self.params = []
+        self.masters = []  # this rank's part of each, float32
+        for param in model.parameters():
+            if param.requires_grad:
+                master = local(param.detach())
+                if dtype == torch.bfloat16:
+                    master.copy_(within_cell(master))
+                self.params.append(param)
+                self.masters.append(master)
+            if not isinstance(param, DTensor):
+                param.data = param.data.to(dtype)
+        self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
+
+    @torch.no_grad()
+    def collect(self):
+        """Move the gradients to the masters -> the norm of this rank's part."""
+        for param, master in zip(self.params, self.masters):
+            if param.grad is not None:
+                master.grad = local(param.grad).float()
+                param.grad = None
+        grads = [master.grad for master in self.masters if master.grad is not None]
+        return get_total_norm(grads).item()
+
+    @torch.no_grad()
+    def step(self, learning_rate, norm, max_grad_norm):
+        """Scale the gradient of this norm down to `max_grad_norm` (0: as it is), move
+        the masters against it, round the weights to them, and free it."""
+        max_grad_norm = max_grad_norm or math.inf
+        clip_grads_with_norm_(self.masters, max_grad_norm, torch.tensor(norm))
+        self.adamw.param_groups[0]["lr"] = learning_rate
+        self.num_steps += 1  # first, so that `save` never takes half a step
+        self.adamw.step()
+        self.adamw.zero_grad()
+        self.round()
+
+    def state(self):
+        """What resuming needs of this rank's part."""
+        adamw = self.adamw.state_dict()
+        return dict(num_steps=self.num_steps, masters=self.masters, adamw=adamw)
+
+    def load(self, state):
+        """Go on from what `state` gave."""
+        self.num_steps = state["num_steps"]
+        self.adamw.load_state_dict(state["adamw"])
+        for master, saved in zip(self.masters, state["masters"], strict=True):
+            master.copy_(saved)
+        self.round()
+
+    def round(self):
+        """Give each weight the value of its master."""
+        for param, master in zip(self.params, self.masters):
+            if param.dtype != master.dtype:
+                param.data.copy_(master)
+
+
+def within_cell(weight):
+    """Random float32 numbers that bfloat16 rounds to the weights given: (…) -> (…).
+    At 1e-6 a weight of 0.02 takes 60 steps from the middle of its rounding cell to the
+    edge; from random places some weights cross it at once, in proportion to what the
+    masters move. Zeros, and float32 weights that have lower bits of their own, stay."""
+    on_grid = (weight == weight.bfloat16()) & (weight != 0)
+    lower_bits = torch.randint_like(weight, -(2**15) + 1, 2**15, dtype=torch.int32)
+    return (weight.view(torch.int32) + lower_bits * on_grid).view(torch.float32)
+
+
+# ---------------------------------------------------------------------------- training
+def train(config):
+    """GRPO from the first prompt to the last checkpoint."""
+    device = join_ranks()
+    output_dir = open_output_dir(config)
+    with lock(output_dir):
+        run, train_rows, eval_rows = set_up(config, device, output_dir)
+        restore(run)
+        steps = range(run.step + 1, config.max_steps + 1)
+        progress = tqdm(steps, disable=RANK > 0, dynamic_ncols=True)
+        with note_signals(run), save_at_the_end(run):
+            for step in progress:
+                if config.eval_every and (step - 1) % config.eval_every == 0:
+                    evaluate(run, eval_rows, step - 1)
+                record = train_step(run, train_rows, step)
+                finish_step(run, record)
+                progress.set_postfix(reward=record["reward"], kl=record["kl"])
+                if run.stop:
+                    break
+        if run.stop:
+            raise Error(f"{run.stop} after step {run.step}: --resume {output_dir}")
+        if config.eval_every:
+            evaluate(run, eval_rows, run.step)
+        conclude(run)
+
+
+def finish_step(run, record):
+    """Log a step, save it if that is due, and see whether the run should go on."""
+    log(run, record)
+    run.step = record["step"]
+    run.num_updates = run.optimizer.num_steps
+    run.num_skipped = run.num_skipped + 1 if record["skipped"] else 0
+    if run.num_skipped == 5:
+        raise Error("the gradients of five steps in a row were not finite")
+    if run.step == 10 and all(
+        row.get("zero_std_fraction", 1) == 1 for row in read_metrics(run.output_dir)
+    ):
+        print0(
+            "note: in ten steps no group had two different rewards, so nothing is"
+            " learnt: look at completions.jsonl, and try easier data,"
+            " another --prompt-template, more --num-generations or --sft-steps"
+        )
+    save_every = run.config.save_every
+    if save_every and run.step % save_every == 0:
+        save(run)
+    run.stop = max(all_gather(run.stop))  # a signal to any rank stops them all
+
+
+def set_up(config, device, output_dir):
+    """(run, rows to train on, rows held out), after the supervised steps."""
     if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
         raise Error("several processes share --prompts-per-step evenly, without LoRA")
-    run = SimpleNamespace(config=config, device=join_ranks(), stop="")
-    run.rewards = load_rewards(config.reward, config.unsafe_code)
-    run.needs_answer = "accuracy" in run.rewards
+    rewards = load_rewards(config.reward, config.unsafe_code)
     if config.data:
-        train_rows = read_rows(config.data, run.needs_answer)
+        train_rows = read_rows(config.data, rewards)
     else:
         train_rows = arithmetic(config.model, config.seed)
     if config.eval_data:
-        eval_rows = read_rows(config.eval_data, run.needs_answer)
+        eval_rows = read_rows(config.eval_data, rewards)
     else:
         random.Random(config.seed).shuffle(train_rows)
         held_out = min(64, len(train_rows) // 10)
         eval_rows, train_rows = train_rows[:held_out], train_rows[held_out:]
-    run.output_dir = open_output_dir(config)
     start = config.model
     if config.sft_steps:  # GRPO starts from what this leaves, and so does its reference
-        start = str(run.output_dir / "sft")
+        start = str(output_dir / "sft")
         if not Path(start).exists():
-            sft(run, train_rows)
-    load(run, start)
+            sft(config, device, output_dir, train_rows)
+    run = load(config, start, device, output_dir, rewards)
     train_rows = encode_prompts(train_rows, run)
     eval_rows = encode_prompts(eval_rows, run)
+    if not eval_rows:
+        print0("note: no rows are held out, so nothing is evaluated: see --eval-data")
     print0(f"the first prompt: {[row['prompts'] for row in train_rows[:1]]}")
     return run, train_rows, eval_rows
 
 
-def sft(run, rows):
+def sft(config, device, output_dir, rows):
     """Supervised steps on the rows' solutions; the model is left in OUTPUT_DIR/sft.
     An update with advantage 1 and no reference follows the cross-entropy's gradient."""
-    run = copy.copy(run)
-    run.config = config = dataclasses.replace(
-        run.config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
+    config = dataclasses.replace(
+        config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
     )
-    load(run, config.model)
+    run = load(config, config.model, device, output_dir, rewards={})
     examples = []
     for row in encode_prompts(rows, run):
         solution = row.get("solution") or row["answer"]
@@ -975,25 +1056,82 @@ def sft(run, rows):
     for i in progress:
         chosen = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
         prompts, solutions = zip(*chosen)
-        batch = *pad(prompts, "left", run.device), *pad(solutions, "right", run.device)
-        metrics = update(run, config.sft_learning_rate, batch, torch.ones(len(prompts)))
+        batch = Batch(
+            *pad(prompts, "left", device),
+            *pad(solutions, "right", device),
+        )
+        advantages = torch.ones(batch.mask.shape)
+        metrics = update(run, batch, advantages, config.sft_learning_rate)
         progress.set_postfix(loss=metrics["entropy"])  # mean of -logp: cross-entropy
-    save(run, "sft", with_optimizer=False)
+    write_folder(run, "sft")
+
+
+def evaluate(run, rows, step):
+    """Mean rewards of greedy completions of the held-out rows, logged."""
+    # Every process has the same number of rows, and decodes no more than in training.
+    mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
+    size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
+    starts = range(0, len(mine), size)
+    columns = defaultdict(list)
+    for start in tqdm(starts, "evaluation", leave=False, disable=RANK > 0):
+        part = mine[start : start + size]
+        batch = rollout(run, part, num_generations=1, temperature=0)
+        for name, column in score_completions(run, part, batch).columns.items():
+            columns[f"eval/{name}"] += column.tolist()
+    means = {name: sum(column) / len(column) for name, column in columns.items()}
+    if means:
+        log(run, dict(step=step, **average(means)))
+
+
+def log_completions(run, step, rows, scores, advantages, mask):
+    """Append a step's completions to completions.jsonl; print one of three prompts."""
+    if RANK > 0:
+        return
+    num_generations = len(mask) // len(rows)
+    advantages = masked_mean(advantages, mask.cpu(), dim=1).tolist()
+    with open(run.output_dir / "completions.jsonl", "a") as lines:
+        for i, text in enumerate(scores.texts):
+            row = rows[i // num_generations]
+            record = dict(
+                step=step,
+                prompt=row["prompts"],
+                completion=text,
+                answer=row["answer"],
+                **{name: column[i].item() for name, column in scores.columns.items()},
+                advantage=advantages[i],
+                finished=scores.finished[i],
+            )
+            print(json.dumps(record, default=str), file=lines)
+            if i % num_generations == 0 and i < 3 * num_generations:
+                question = row["messages"][-1]["content"][-200:]
+                rewards = {x: y for x, y in record.items() if x.startswith("reward")}
+                answer = str(row["answer"])[-30:]
+                shown = text if len(text) < 300 else f"{text[:140]} … {text[-140:]}"
+                print0(f"{question!r} (answer {answer!r}) -> {shown!r} {rewards}")
 
 
 def log(run, record):
-    """Append a row to metrics.jsonl."""
+    """Append a row to metrics.jsonl, and give it to the tracker."""
     if RANK == 0:
+        finite = {x: y if math.isfinite(y) else None for x, y in record.items()}
         with open(run.output_dir / "metrics.jsonl", "a") as lines:
-            print(json.dumps(record), file=lines)
+            print(json.dumps(finite), file=lines)
+        if run.tracker:
+            run.tracker.log(finite, step=record["step"])
+
+
+def read_metrics(folder):
+    """The rows of a folder's metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def conclude(run):
     """Say in two lines what happened."""
-    with open(run.output_dir / "metrics.jsonl") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = read_metrics(run.output_dir)
     held = [row["eval/reward"] for row in rows if "eval/reward" in row]
-    if held:
+    if len(held) > 1:
         print0(f"greedy held-out reward: {held[0]:.2f} before, {held[-1]:.2f} after")
     rewards = [row["reward"] for row in rows if "reward" in row]
     if rewards:
@@ -1001,25 +1139,40 @@ def conclude(run):
         heights = (means - means.min()) / (means.max() - means.min()).clamp(min=1e-9)
         bars = "".join("▁▂▃▄▅▆▇█"[i] for i in (7 * heights).round().int())
         print0(f"reward by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
+    if run.tracker:
+        run.tracker.finish()
 
 
-def set_seed(config, step):
+def set_seed(seed, step):
     """Each step has a seed of its own, so that a resumed run draws the same numbers."""
-    seed = config.seed * 1_000_003 + step * WORLD_SIZE + RANK
+    seed = seed * 1_000_003 + step * WORLD_SIZE + RANK
     random.seed(seed)
     torch.manual_seed(seed)
 
 
-def heed_signals(run):
+def peak_memory_gb():
+    """The most memory that this process has held, in GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+@contextlib.contextmanager
+def note_signals(run):
     """On SIGINT or SIGTERM finish the step, save, end; the same again ends at once."""
 
-    def ask(number, frame):
+    def note(number, frame):
         run.stop = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)
         os.write(2, f"{run.stop}: finishing the step; again to stop at once\n".encode())
 
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
+    handlers = {x: signal.signal(x, note) for x in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def one_line(error):
@@ -1028,12 +1181,19 @@ def one_line(error):
 
 
 # -------------------------------------------------------------------- data and prompts
-def read_rows(source, needs_answer):
+def read_rows(source, rewards):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
     `prompt`, `question` or `problem` (text or chat messages) becomes "prompt"; `answer`
-    or `solution` becomes "answer"; other columns stay for the reward functions."""
-    if source.endswith((".jsonl", ".json")):
-        lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
+    or `solution` becomes "answer"; other columns stay for the reward functions. What
+    is no such row, or lacks an answer that a reward needs, is left out and counted."""
+    if source.endswith((".jsonl", ".json")) or Path(source).is_file():
+        try:
+            text = Path(source).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise Error(f"{source}: {error}") from None
+        if text.lstrip().startswith(("[{", "[\n")):
+            raise Error(f"{source}: an array; it must have one object a line")
+        lines = text.split("\n")
     else:
         name, _, options = source.partition(":")
         config, _, split = options.partition(":")
@@ -1041,8 +1201,9 @@ def read_rows(source, needs_answer):
 
         lines = datasets.load_dataset(name, config or None, split=split or "train")
     rows = []
+    faults = []
     for number, line in enumerate(lines, 1):
-        if not line:
+        if isinstance(line, str) and not line.strip():
             continue
         try:
             row = json.loads(line) if isinstance(line, str) else line
@@ -1050,12 +1211,18 @@ def read_rows(source, needs_answer):
             messages = [dict(role="user", content=prompt)]
             for message in messages if isinstance(prompt, str) else prompt:
                 (message["role"] + message["content"]).encode()  # no lone surrogates
-            answer = row.get("answer", row.get("solution"))
-            if needs_answer:
-                gold_answers(answer)
+            answer = row.get("answer")
+            if answer is None:
+                answer = row.get("solution")
+            if NEED_ANSWERS & rewards.keys():
+                check_answer(answer, "accuracy" in rewards)
+            rows.append({**row, "prompt": prompt, "answer": answer})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Error(f"{source}:{number}: not a row of data: {error!r}") from None
-        rows.append({**row, "prompt": prompt, "answer": answer})
+            faults.append(f"{source}:{number}: not a row of data: {error!r}")
+    if not rows:
+        raise Error(faults[0] if faults else f"{source}: no rows of data")
+    if faults:
+        print0(f"note: {len(faults)} lines are left out: {faults[0]}")
     return rows
 
 
@@ -1075,7 +1242,8 @@ BOXED = "{question}\nReason step by step, and put your final answer within \\box
 def encode_prompts(rows, run):
     """Rows with "prompts" (rendered), "prompt_ids" and "messages", if not too long."""
     config, tokenizer = run.config, run.tokenizer
-    template = config.prompt_template or (BOXED if run.needs_answer else "{question}")
+    asks_for_box = bool(NEED_ANSWERS & {x.partition("=")[0] for x in config.reward})
+    template = config.prompt_template or (BOXED if asks_for_box else "{question}")
 
     def encode(row, chat):
         messages = row["prompt"]
@@ -1103,9 +1271,17 @@ def encode_prompts(rows, run):
         raise Error(f"{one_line(error)}: see --chat-template") from error
     blank = dict.fromkeys(name for row in encoded for name in row)  # of every column
     kept = []
+    longest = 0
     for row in encoded:
         if 0 < len(row["prompt_ids"]) <= config.max_prompt_length:
+            longest = max(longest, len(row["prompt_ids"]))
             kept.append({**blank, **row})
+    if longest + config.max_completion_length > run.max_positions:
+        raise Error(
+            f"the longest prompt has {longest} tokens: with --max-completion-length"
+            f" {config.max_completion_length} that is more than the model's"
+            f" {run.max_positions} positions"
+        )
     print0(f"{len(kept)} of {len(rows)} prompts are neither empty nor too long")
     return kept
 
@@ -1121,36 +1297,71 @@ def prompt_batch(rows, step, size, seed):
 
 
 def pad(sequences, side, device):
-    """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool."""
+    """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool.
+    Padding is a real token: the model's own may have an embedding of zeros."""
     rows = [torch.tensor(sequence, device=device) for sequence in sequences]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side)
-    return ids.clamp(min=0), ids >= 0  # no token's id is -1
+    mask = ids >= 0  # no token's id is -1
+    return ids.masked_fill(~mask, sequences[0][0]), mask
 
 
 # ----------------------------------------------------------------------------- rewards
-def accuracy_reward(prompts, completions, answer, **columns):
+def accuracy_reward(prompts, completions, answer, finished=None, **columns):
     """1.0 where the extracted answer is the data's `answer`, or one of a list; else 0.
+    A completion that is not `finished` counts only by a closed box or a ####.
     >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
     [1.0, 0.0, 0.0]
     """
+    return score_answers(completions, answer, finished, answers_match)
+
+
+def math_reward(prompts, completions, answer, finished=None, **columns):
+    r"""Like the accuracy reward, but an answer is also right if the package math-verify
+    finds it equal to the data's as LaTeX. Raises ModuleNotFoundError without it.
+    >>> math_reward([""], [r"so \boxed{\sqrt{8}}"], [r"2\sqrt{2}"])
+    [1.0]
+    """
+    from math_verify import parse, verify
+
+    # Its time limit is an alarm, which Python allows in the main thread only.
+    seconds = 2 if threading.current_thread() is threading.main_thread() else None
+
+    def equal(found, gold):
+        if answers_match(found, gold):
+            return True
+        expected = parse(f"${gold}$", parsing_timeout=seconds)
+        target = parse(f"${found[:1000]}$", parsing_timeout=seconds)
+        return verify(expected, target, timeout_seconds=seconds)
+
+    return score_answers(completions, answer, finished, equal)
+
+
+def score_answers(completions, answer, finished, equal):
+    """1.0 for each completion whose answer is `equal` to one of the data's, else 0.0.
+    >>> score_answers(["so 16"], [["15", "16"]], None, str.__eq__)
+    [1.0]
+    """
     scores = []
-    for completion, gold in zip(completions, answer, strict=True):
-        found = extract_answer(completion)
-        scores.append(float(any(answers_match(found, x) for x in gold_answers(gold))))
+    for i, completion in enumerate(completions):
+        found = extract_answer(completion, finished is None or finished[i])
+        golds = gold_answers(answer[i])
+        scores.append(float(any(found and equal(found, gold) for gold in golds)))
     return scores
 
 
-_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d{1,99})(?:\.\d{1,99})?|\.\d{1,99})(?!\d)"
-_NUMBER = rf"{_DIGITS}(?:/{_DIGITS})?(?: ?\\?%)?"
-_LAST = re.compile(  # what follows the last = in $…\…$, \frac{1}{2} or -$1,234.50
-    r"\$(?:[^$]*=)?([^$=]*\\[^$=]*)\$|(-?\\[dt]?frac{[^{}]*}{[^{}]*})"
-    rf"|(?<![\w.])((?:(?<![)\]}}])[-−–])?\\?[$€£]?{_NUMBER})(?!\w)"
-)
+# A word with a digit is taken whole: 2024-01-07, 10:30, 3x and ±7 hide no number.
+_WORD_WITH_DIGIT = r"""(?x)
+    (?<! [^\s=>])                              # it starts after a space, = or <answer>
+    (?: [*_'"(\[] | \\[(\[] )*+                # the brackets of **5**, (5) and \(5\)
+    (?: \d+ [-–] (?= \d+ [^\w\s]* (?!\S) ) )?  # 3- of a range 3-5
+    ( [^\s=<>]* \d (?: [^\s=<>]* [\w%$€£}] )? )
+"""
 
 
-def extract_answer(text):
+def extract_answer(text, finished=True):
     r"""The one answer of a text: the last \boxed{…}, else what follows the last ####,
-    else the last number or formula. None if there is none, or if a box is not closed.
+    else, unless the text was cut off, its last word with a digit. None if there is none
+    or if the box is not closed.
     >>> extract_answer(r"First \boxed{3}, so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
@@ -1159,84 +1370,103 @@ def extract_answer(text):
         depth = 1
         for i, character in enumerate(rest):
             depth += (character == "{") - (character == "}")
-            if depth == 0:
-                return rest[:i].strip() or None
+            if not depth:
+                return rest[:i].strip()
         return None
-    _, mark, rest = text.rpartition("####")
-    if mark and rest.strip():
-        return rest.strip().split("\n")[0]
-    text = text[-1000:].replace("\\(", "$").replace("\\)", "$").replace("{,}", ",")
-    found = _LAST.findall(text)
-    return "".join(found[-1]).strip() if found else None
+    found = re.findall(r"####\s*+([^#\n]*[^#\s])", text)
+    if finished and not found:
+        found = re.findall(_WORD_WITH_DIGIT, text)
+    return found[-1] if found else None
 
 
 def gold_answers(answer):
-    """The data's answer or alternatives: in a box, after ####, else all the text."""
+    """The data's answer or alternatives: in a box, after ####, else all the text.
+    >>> gold_answers("9 + 9 = 18 #### 18"), gold_answers(["1/2", 0.5])
+    (['18'], ['1/2', '0.5'])
+    """
     golds = []
     for gold in answer if isinstance(answer, list) else [answer]:
-        text = str(gold).strip() if isinstance(gold, (str, int, float)) else ""
+        text = str(gold).strip() if type(gold) in (str, int, float) else ""
         marked = "\\boxed" in text or "####" in text
         golds.append(extract_answer(text) if marked else text)
-    if not golds or not all(golds):
+    if not golds or not all(golds) or "nan" in golds:
         raise ValueError(f"{answer!r} is no answer")
     return golds
 
 
-_SPELLINGS = (  # pattern, what it becomes
-    (r"[−–]", "-"),
-    (r"\{,\}|(?<=\d)(?:,?\\!|\\,)(?=\d{3})", ","),  # 10{,}080 and 10\,080
-    (r"\\(?:left|right)(?![a-z])|(?<!\\)\\[,;:! ]|\^{?\\circ}?|\\?[$°€£]|\\[()]", " "),
-    (r"\\[dt]frac", r"\\frac"),
-    (r"\\%", "%"),
-    (r"\\(ge|le|ne)q(?![a-z])", r"\\\1"),
-    (r"\\(?:text|textbf|mathrm|mbox)\s*{([^{}]*)}", r" \1"),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-    (r"(?<!\d)\\frac{(-?[\w.,\\]+)}{([\w.,]+)}(?![\w\\({])", r"\1/\2"),
-    (r"([\^_]){(\w|\d+)}(?!\d)", r"\1\2"),
-    (r"\s+", " "),
-    (r"^ |[.,;: ]+$", ""),
-    (r"^[A-Za-z]\w*(?:\([A-Za-z]\))? ?= ?([^=]*)$", r"\1"),  # x = 5
-    (r"^\((\w)\)$", r"\1"),  # the choice (A)
-    (rf"^([-+]?{_NUMBER}), [A-Za-z]{{2}}.*", r"\1"),  # 18, because
-)
-_VALUE = re.compile(  # sign, top, bottom, percent, unit: -1,234.5, 3/4, 50%, 5 cm^2
-    rf"([-+]?) ?({_DIGITS})(?:/({_DIGITS}))? ?(%?)(?: ([A-Za-z]{{2,}}(?:\^[23])?))?"
-)
-_NO_UNITS = "pi dozen hundred thousand million billion trillion".split()
+def check_answer(answer, by_number):
+    r"""Raise ValueError if rewards cannot judge by this answer, and `Error` if it is
+    LaTeX but not a number and should be compared `by_number`.
+    >>> check_answer(r"so \boxed{\frac{1}{2}}", by_number=True)
+    """
+    for gold in gold_answers(answer):
+        # Numbers have none of these signs; in its repr a text has each backslash twice.
+        if by_number and re.search(r"\\\\|[\^_]", str(read_answer(gold))):
+            raise Error(f"{gold!r} is LaTeX and no number: take --reward math")
 
 
-@functools.lru_cache
+_NUMBER = r"""(?x)
+    (?: [a-z]\ ?=\ ? )?                           # x = 5
+    ( [-+]?\ ?
+      (?: (?: \d{1,3} (?: ,\d{3} ){1,9}           # 80,000
+            | \d{1,3} (?: \ ,\ \d{3} ){1,9}       # 80 , 000, which was 80{,}000
+            | \d{1,99} )
+          (?: \.\d{1,99}                          # 80000.00
+            | / 0{0,9}[1-9]\d{0,99} )?            # 1/2
+      | \.\d{1,99} ) )                            # .5
+    \ ?
+    ( %                                           # 50%
+    | (?<= \ )                                    # 5 and a unit, unless the word is a
+      (?! ( half | halve | quarter | third        # part of the number as in 7 tenths
+          | fourth | fifth | sixth | seventh | eighth | ninth | tenth | eleventh
+          | twelfth | \w+teenth | \w+tieth | \w*hundredth | \w*thousandth
+          | \w*illionth | one | two | three | four | five | six | seven | eight | nine
+          | ten | eleven | twelve | \w+teen | twenty | thirty | forty | fifty | sixty
+          | seventy | eighty | ninety | hundred | thousand | \w*illion | lakh | crore
+          | bn | mn | mil | dozen | pair | couple | score | gross | squared | cubed | pi
+          ) s? $ )
+      [a-z]{2,}
+    | )
+"""
+
+
+# LaTeX that says nothing becomes a space, so that 2\frac{1}{2} is 2 1/2 and not 21/2.
+_DECORATION = r"""(?x)
+    \\(?: text | textbf | mathrm | mbox )\b
+    | \\[dt]?frac (?= \{ -?\d+/\d+ \} (?! \w ) )  # of \frac{1/2}, once \frac{1}{2}
+    | \\?[$€£{}()]                                 # money, formulas and brackets
+    | \\[,!;\ ] | \\(?=%)
+"""
+
+
 def read_answer(text):
-    """(its number or None, percent sign, unit, its one spelling)."""
-    for pattern, spelling in _SPELLINGS:
-        text = re.sub(pattern, spelling, text[:1000])
-    number = None
-    percent = unit = ""
-    match = _VALUE.fullmatch(text)
-    if match and match[5] not in _NO_UNITS and re.search("[1-9]", match[3] or "1"):
-        sign, top, bottom, percent, unit = match.groups("")
-        number = Fraction(sign + top.replace(",", ""))
-        number /= Fraction(bottom.replace(",", "") or 1)
-    text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # only between digits do spaces matter
-    return number, percent, unit, text.lower() if text.isalpha() else text
+    r"""The values that an answer may stand for, and its unit: a word, "%" or "". They
+    are exact numbers, or the answer in small letters if it is no number.
+    >>> read_answer(r"$\dfrac{1}{2}\text{ Miles}$."), read_answer(r"\text{(A)}")
+    (({Fraction(1, 2)}, 'miles'), ({'a'}, ''))
+    """
+    words = text.replace("−", "-").replace("}{", "/")
+    words = re.sub(_DECORATION, " ", words)
+    words = " ".join(words.casefold().split()).rstrip(" .,;:")
+    match = re.fullmatch(_NUMBER, words)
+    if not match:
+        return {words}, ""
+    number = Fraction(re.sub("[, ]", "", match[1]))
+    unit = match[2]
+    return {number, number / 100 if unit == "%" else number}, unit
 
 
 def answers_match(answer, gold):
-    r"""Whether two answers are the same: as exact rationals if both are numbers, else
-    as LaTeX in one spelling. A unit may be left out, and so may a percent sign.
-    >>> answers_match("$80,000.00", "80000"), answers_match(r"\frac{1}{2}", "0.5")
-    (True, True)
+    r"""Whether two answers are the same exact number, or else the same words or choice.
+    A unit may be left out, and so may a percent sign: 50% is 50 or 0.5.
+    >>> answers_match("$80,000.00", "80000"), answers_match("5 cm", "5 km")
+    (True, False)
     """
-    number, percent, unit, text = read_answer(answer or "")
-    gold_number, gold_percent, gold_unit, gold_text = read_answer(gold or "")
-    if number is None or gold_number is None:
-        return text != "" and text == gold_text
-    scale = 1
-    if percent != gold_percent:  # 50% is 50 or 0.5
-        scale = 100 if percent else Fraction(1, 100)
-    same_unit = unit == gold_unit or "" in (unit, gold_unit)
-    return same_unit and number in (gold_number, scale * gold_number)
+    values, unit = read_answer(answer)
+    gold_values, gold_unit = read_answer(gold)
+    if unit and gold_unit:
+        return values == gold_values and unit == gold_unit
+    return bool(values & gold_values)
 
 
 def format_reward(prompts, completions, **columns):
@@ -1316,7 +1546,10 @@ print("{secret}")
         return output.read().strip().endswith(secret.encode())
 
 
-REWARDS = dict(accuracy=accuracy_reward, format=format_reward, code=code_reward)
+REWARDS = dict(
+    accuracy=accuracy_reward, math=math_reward, format=format_reward, code=code_reward
+)
+NEED_ANSWERS = {"accuracy", "math"}
 
 
 def load_rewards(specs, unsafe_code=False):
@@ -1330,20 +1563,41 @@ def load_rewards(specs, unsafe_code=False):
         target, _, weight = spec.partition("=")
         path, _, name = target.rpartition(":")
         try:
-            scope = dict(REWARDS, code=code)
+            function = dict(REWARDS, code=code)[name] if not path else None
             if path:
-                sys.path.insert(0, str(Path(path).parent))  # it may import neighbours
-                scope = runpy.run_path(path)
-            rewards[name] = scope[name], float(weight or 1)
+                function = getattr(import_file(path), name)
+            rewards[name] = function, float(weight or 1)
         except (Exception, SystemExit) as error:
             known = f"it takes {', '.join(REWARDS)} or FILE.py:FUNCTION, each [=WEIGHT]"
             raise Error(f"--reward {spec}: {error!r}; {known}") from error
+        if target == "math":
+            importlib.import_module("math_verify")
         if target == "code" and not unsafe_code:
-            if not (shutil.which("bwrap", path=os.defpath) and run_tests("", "")):
-                raise Error("install the package bubblewrap, or give --unsafe-code")
+            check_sandbox()
     if len(rewards) < len(specs):
         raise Error("--reward: a name twice")
     return rewards
+
+
+@functools.cache
+def import_file(path):
+    """The module in a file, run once. It may import its neighbours."""
+    name = Path(path).stem
+    sys.path.insert(0, str(Path(path).parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where pickle looks for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_sandbox():
+    """Raise `Error`, with bubblewrap's own words, where it does not work."""
+    command = f"{SANDBOX} --ro-bind / / true"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    if result.returncode or not run_tests("", ""):
+        words = one_line(result.stderr)
+        raise Error(f"{words}: install the package bubblewrap, or give --unsafe-code")
 
 
 # ------------------------------------------------------------------------------ models
@@ -1354,15 +1608,22 @@ def load_model(name, device, seed):
         model, tokenizer = tiny_model(seed)
     else:
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads keep memory
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        loader = AutoModelForCausalLM
-        is_adapter = find_adapter_config_file(name)
-        if is_adapter:
-            from peft import AutoPeftModelForCausalLM as loader
-        model = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
-        if is_adapter:
-            model = model.merge_and_unload().requires_grad_(True)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            if find_adapter_config_file(name):
+                from peft import AutoPeftModelForCausalLM
+
+                model = AutoPeftModelForCausalLM.from_pretrained(
+                    name, dtype=torch.float32, use_safetensors=True
+                )
+                model = model.merge_and_unload().requires_grad_(True)
+            else:
+                model = load_text_model(name)
+        except ValueError as error:  # transformers knows no such model
+            raise Error(f"{name}: {one_line(error)}") from error
     model.to(device).eval()  # no dropout: sampling, old, new and reference agree
+    for param in model.parameters():  # a mapped file's memory would be slow: copy
+        param.data = param.data.clone(memory_format=torch.contiguous_format)
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
     eos_token_ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
     eos_token_ids = [token for token in eos_token_ids if token is not None]
@@ -1371,69 +1632,175 @@ def load_model(name, device, seed):
     return model, tokenizer, eos_token_ids
 
 
-def load(run, name):
-    """Load a model into the run, ready to be trained, and a frozen reference."""
-    config = run.config
-    gc.collect()  # frees the supervised model
-    set_seed(config, 0)
-    auto = "bfloat16" if run.device.type == "cuda" else "float32"
-    run.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
-    model, run.tokenizer, run.eos_token_ids = load_model(name, run.device, config.seed)
-    text_config = model.config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
+def load_text_model(name):
+    """A causal language model in float32; of one that also sees, the text model."""
+    config = AutoConfig.from_pretrained(name)
+    text_config = config.get_text_config()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name,
+        config=text_config,
+        key_mapping={r"^(model\.)?language_model\.(model\.)?": "model."},
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]}")
+    if text_config is not config:
+        print0(f"note: only the text model of {name} is trained and saved")
+    return model
+
+
+def max_positions(config):
+    """How many tokens a model can take before its log-probs depend on the length."""
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
-        longest = config.max_prompt_length + config.max_completion_length
-        original = rope.get("original_max_position_embeddings", math.inf)
-        if longest > min(original, text_config.max_position_embeddings):
-            raise Error(f"{name}: all log-probs change with the length beyond {rope}")
-    obstacle = sharing_obstacle(model)
-    if obstacle:
-        print0(f"note: slower, as {type(model).__name__} shares no prompts: {obstacle}")
-    run.share_prompts = not obstacle
-    run.generate = generate_with_transformers if obstacle else generate
-    if config.static_cache:
-        run.generate = functools.partial(generate_with_transformers, static=True)
-    run.lora = None
+        longest = min(longest, rope.get("original_max_position_embeddings", longest))
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4: counts padding
+        longest = min(longest, config.floor_scale)
+    return longest
+
+
+def choose_paths(model):
+    """The fastest functions that agree with the model's own forward pass -> (log-probs,
+    whether they share prompts, whether sampling may use the cache), for a float32
+    model. Raises `Error` where padding or later tokens change a log-prob."""
+    name = type(model).__name__
+    embeddings = model.get_input_embeddings().weight
+
+    def compute(logprobs, prompts, completions):
+        """Log-probs of the last completion, gradients of the embeddings."""
+        prompts = pad(prompts, "left", model.device)
+        logp = logprobs(model, *prompts, *pad(completions, "right", model.device))
+        (grad,) = torch.autograd.grad(logp.sum(), embeddings)
+        return logp[-1, :2].detach(), grad
+
+    def close(found, expected, tolerance=2e-3):
+        return (found - expected).norm() <= tolerance * expected.norm()
+
+    def obstacle(function, expected):
+        """What keeps a function from giving these tensors; "" if nothing does."""
+        try:
+            found = function()
+        except (
+            torch.OutOfMemoryError,
+            torch.AcceleratorError,
+        ):  # RuntimeErrors as well
+            raise
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            return one_line(error)
+        return "" if all(map(close, found, expected)) else "its values differ"
+
+    def draw(use_cache):
+        torch.manual_seed(0)
+        prompts = pad(padded[0], "left", model.device)
+        return generate(model, *prompts, 8, 8, [1], use_cache=use_cache)
+
+    padded = [[2, 3, 4, 2, 3], [5, 6]], [[2, 3, 4, 5], [7, 8]] * 2  # B = 2, G = 2
+    expected = compute(plain_logprobs, *padded)
+    alone, _ = compute(plain_logprobs, [[5, 6]], [[7, 8]])
+    if not close(expected[0], alone, tolerance=2e-5):
+        raise Error(f"{name}: padding or later tokens change log-probs")
+    # Small random weights would not show what a cap does to logits: ask for it as well.
+    scales = [
+        value
+        for option, value in vars(model.config.get_text_config()).items()
+        if re.search("logit|lm_head", option) and value not in (None, False, 1)
+    ]
+    own_logits = functools.partial(token_logprobs, own_logits=True)
+    share_prompts = True
+    logprobs = token_logprobs
+    if scales or obstacle(lambda: compute(token_logprobs, *padded), expected):
+        logprobs = own_logits
+        reason = obstacle(lambda: compute(own_logits, *padded), expected)
+        if reason:
+            share_prompts = False
+            logprobs = plain_logprobs
+            print0(f"note: slower, as {name} shares no prompts: {reason}")
+    without_cache = draw(use_cache=False)
+    same = torch.ones_like(without_cache).float()
+    reason = obstacle(lambda: [(draw(use_cache=True) == without_cache).float()], [same])
+    if reason:
+        print0(f"note: samples slowly, as {name} has no cache to go on from: {reason}")
+    return logprobs, share_prompts, not reason
+
+
+def load(config, name, device, output_dir, rewards):
+    """A `Run` with this model, ready to be trained, and a frozen reference."""
+    gc.collect()  # frees the supervised model
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
+    model, tokenizer, eos_token_ids = load_model(name, device, config.seed)
+    logprobs, share_prompts, use_cache = choose_paths(model)
+    set_seed(config.seed, 0)
+    adapters = None
     if config.lora_rank:
-        import peft
+        adapters = add_adapters(model, config.lora_rank)
+    if WORLD_SIZE > 1:
+        shard(model, logprobs, dtype, is_policy=True)
+    optimizer = MasterAdamW(model, dtype)
+    reference = None
+    if config.beta and adapters:
+        reference = model  # without its adapters
+    elif config.beta:
+        reference, _, _ = load_model(name, device, config.seed)
+        if WORLD_SIZE > 1:
+            shard(reference, logprobs, dtype, is_policy=False)
+        for param in reference.parameters():
+            if WORLD_SIZE == 1:
+                param.data = param.data.to(dtype)
+    print0(f"{name}: {model.num_parameters():,} weights, {dtype}, {device}")
+    return Run(
+        config=config,
+        device=device,
+        output_dir=output_dir,
+        rewards=rewards,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        max_positions=max_positions(model.config),
+        policy=model,
+        reference=reference,
+        adapters=adapters,
+        optimizer=optimizer,
+        logprobs=sharded_logprobs if WORLD_SIZE > 1 else logprobs,
+        share_prompts=share_prompts,
+        use_cache=use_cache,
+        micro_batch_tokens=config.micro_batch_tokens or fit_micro_batch(model, dtype),
+    )
 
-        rank = config.lora_rank
-        lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        run.lora = peft.get_peft_model(model, lora)  # puts the adapters into the model
-    run.policy = model
-    make_ready(run, model, torch.float32 if WORLD_SIZE > 1 else run.dtype)
-    run.optimizer = MasterAdamW(model)
-    run.reference = None
-    if config.beta:
-        frozen = model  # with LoRA it is the policy without its adapters
-        without_adapter = contextlib.nullcontext
-        if run.lora:
-            without_adapter = run.lora.disable_adapter
-        else:
-            frozen, _, _ = load_model(name, run.device, config.seed)
-            make_ready(run, frozen, run.dtype)
 
-        def reference(*batch):
-            with torch.no_grad(), without_adapter():
-                return frozen.token_logprobs(*batch)
+def add_adapters(model, rank):
+    """LoRA adapters (arXiv:2106.09685) in all linear layers -> peft's wrapper."""
+    import peft
 
-        run.reference = reference
-    run.micro_batch_tokens = config.micro_batch_tokens or fit_micro_batch(run)
-    print0(f"{name}: {model.num_parameters():,} weights, {run.dtype}, {run.device}")
+    states = "falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"
+    lora = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        # The one layer of state-space models that peft refuses to adapt.
+        exclude_modules="out_proj" if model.config.model_type in states else None,
+    )
+    return peft.get_peft_model(model, lora)  # puts the adapters into the model
 
 
-def fit_micro_batch(run):
+def fit_micro_batch(model, dtype):
     """Tokens of a micro-batch that fit the free memory, at 50 activations for each unit
     of each layer. Gradients from completions wait for those from prompts. CPU: 2048."""
-    if run.device.type == "cpu":
+    if model.device.type == "cpu":
         return 2048
-    text_config = run.policy.config.get_text_config()
+    text_config = model.config.get_text_config()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    free -= sum(4 * local(param).numel() for param in run.optimizer.moments)
-    free -= 4 * run.policy.num_parameters(only_trainable=True)
+    for param in model.parameters():
+        if param.requires_grad:  # Adam's moments, gradients, and those that wait
+            free -= (
+                8 * local(param).numel() + 4 * local(param).numel() + 4 * param.numel()
+            )
     units = text_config.hidden_size * text_config.num_hidden_layers
-    tokens = 0.8 * free / (50 * run.dtype.itemsize * units)
+    tokens = 0.8 * free / (50 * dtype.itemsize * units)
     tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
     print0(f"--micro-batch-tokens {tokens}: {free / 2**30:.1f} GiB are free for them")
     return tokens
@@ -1464,9 +1831,24 @@ def all_gather(value):
     return values
 
 
-def average(number):
-    """The mean of a number over the ranks."""
-    return sum(all_gather(number)) / WORLD_SIZE
+def average(metrics):
+    """The mean over the ranks of each number of a dict."""
+    ranks = all_gather(metrics)
+    return {name: sum(rank[name] for rank in ranks) / WORLD_SIZE for name in metrics}
+
+
+@contextlib.contextmanager
+def failing_together(what):
+    """Any rank's failure is an `Error` of all of them, so that none waits for ever."""
+    failure = ""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        failure = f"{what}: {one_line(error)}"
+    failure = max(all_gather(failure))
+    if failure:
+        raise Error(failure)
 
 
 def print0(text):
@@ -1485,28 +1867,33 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def make_ready(run, model, dtype):
-    """Give a model its dtype, `token_logprobs` as a method, and each rank its part.
-    With FSDP2 a rank gathers all weights of the policy, in `run.dtype`, for a rollout
-    and an update, those of the reference layer by layer."""
-    for param in model.parameters():  # a mapped file's memory would be slow: copy
-        param.data = param.data.to(dtype, copy=True).contiguous()
-    model.token_logprobs = functools.partial(
-        token_logprobs,
-        model,
-        temperature=run.config.temperature,
-        share_prompts=run.share_prompts,
-    )
-    if WORLD_SIZE == 1:
-        return
-    precision = fsdp.MixedPrecisionPolicy(run.dtype, reduce_dtype=torch.float32)
+def add_empty_parts(parts):
+    """Ranks wait for each other at every pass: those with fewer parts repeat one, with
+    nothing in its mask."""
+    first = parts[0]
+    batch = first.batch._replace(mask=torch.zeros_like(first.batch.mask))
+    for _ in range(max(all_gather(len(parts))) - len(parts)):
+        parts.append(dataclasses.replace(first, batch=batch))
+
+
+def shard(model, logprobs, dtype, is_policy):
+    """Give each rank its part of a model's float32 weights (FSDP2). A rank gathers the
+    policy's, in `dtype`, for a rollout and an update, the reference's layer by layer.
+    `logprobs` becomes a method, since FSDP gathers weights for methods."""
+    precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in [*layers, model]:
         fsdp.fully_shard(
-            module, mp_policy=precision, reshard_after_forward=model is not run.policy
+            module, mp_policy=precision, reshard_after_forward=not is_policy
         )
     model.set_reshard_after_backward(False)  # whole until the optimizer's step
-    fsdp.register_fsdp_forward_method(model, "token_logprobs")
+    model.logprobs = functools.partial(logprobs, model)
+    fsdp.register_fsdp_forward_method(model, "logprobs")
+
+
+def sharded_logprobs(model, *batch_and_temperature):
+    """The method that `shard` has made."""
+    return model.logprobs(*batch_and_temperature)
 
 
 # ------------------------------------------------------------------------- checkpoints
@@ -1515,50 +1902,97 @@ def open_output_dir(config):
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0]).absolute()
     if RANK == 0 and not config.resume:
+        if (output_dir / "metrics.jsonl").exists():  # a start that failed leaves none
+            raise Error(f"{output_dir} is of another run: --resume, or another folder")
         output_dir.mkdir(parents=True, exist_ok=True)
-        with open(output_dir / "config.json", "x") as file:  # never over another run
-            json.dump(vars(config), file, indent=2)
+        shutil.rmtree(output_dir / "sft", ignore_errors=True)
+        (output_dir / "options.json").write_text(json.dumps(vars(config), indent=2))
+    all_gather(None)  # until it is there
     return output_dir
 
 
-def save(run, name, with_optimizer=True):
+@contextlib.contextmanager
+def lock(output_dir):
+    """Hold a run's folder: another process that wants it gets an `Error`."""
+    with open(output_dir / ".lock", "w") as file:
+        try:
+            if RANK == 0:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Error(f"another process works in {output_dir}") from None
+        yield
+
+
+@contextlib.contextmanager
+def save_at_the_end(run):
+    """Save the last finished step however the run ends."""
+    try:
+        yield
+    except BaseException as error:
+        # Saving takes all processes, and an `Error` alone is raised by all of them.
+        if WORLD_SIZE == 1 or type(error) is Error:
+            save(run)
+        raise
+    save(run)
+
+
+def save(run):
+    """Make the last finished step a checkpoint, in place of the one before; unless it
+    is one already, or weights have moved since, or they give no finite gradient."""
+    if run.step == run.saved_step or run.optimizer.num_steps != run.num_updates:
+        return
+    ids = torch.full((1, 2), run.eos_token_ids[0], device=run.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    run.logprobs(run.policy, ids, mask, ids, mask, 1.0).sum().backward()
+    if not math.isfinite(collect_gradient(run)):
+        kept = checkpoints(run.output_dir)[-1:] or ["none"]
+        raise Error(
+            f"the weights of step {run.step} give no finite gradient and are not saved;"
+            f" the last good checkpoint: {kept[0]}"
+        )
+    run.optimizer.adamw.zero_grad()
+    write_folder(run, f"checkpoint-{run.step}", with_optimizer=True)
+    run.saved_step = run.step
+
+
+def write_folder(run, name, with_optimizer=False):
     """A folder that `from_pretrained` and vLLM load (with LoRA merged, in float32, and
     `adapter/`) and what each rank needs to go on. It gets its name once it is whole."""
-    partial = run.output_dir / f"partial-{name}"
-    partial.mkdir(exist_ok=True)
+    folder = run.output_dir / f"partial-{name}"
     model, state = run.policy, None
-    if run.lora:
-        run.lora.save_pretrained(partial / "adapter")
-        run.tokenizer.save_pretrained(partial / "adapter")
-        model = copy.deepcopy(run.lora.cpu()).float().merge_and_unload()
-        run.lora.to(run.device)  # which may have no room for two
+    dtype = run.optimizer.dtype
     if WORLD_SIZE > 1:
-        state = {}
-        for key, tensor in model.state_dict().items():
-            tensor = whole(tensor)
-            if RANK == 0:
-                state[key] = tensor.to(run.dtype).cpu()
+        state = {key: whole(x).to(dtype).cpu() for key, x in model.state_dict().items()}
     if RANK == 0:
-        model.save_pretrained(partial, state_dict=state)
-        if state:
-            model.config.dtype = run.dtype  # not that of the shards
-            model.config.save_pretrained(partial)
-        run.tokenizer.save_pretrained(partial)
-    if with_optimizer:
-        saved = dict(num_steps=run.optimizer.num_steps, tensors=run.optimizer.tensors())
-        torch.save(saved, partial / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt")
-    all_gather(None)  # until all have written
-    if RANK == 0:
+        for partial in run.output_dir.glob("partial-*"):  # of a process that was killed
+            shutil.rmtree(partial)
+        folder.mkdir()
+    all_gather(None)
+    with failing_together(f"{folder} cannot be written"):
+        if run.adapters:
+            run.adapters.save_pretrained(folder / "adapter")
+            run.tokenizer.save_pretrained(folder / "adapter")
+            model = copy.deepcopy(run.adapters.cpu()).float().merge_and_unload()
+            run.adapters.to(run.device)  # which may have no room for two
         if with_optimizer:
-            shutil.copy(run.output_dir / "metrics.jsonl", partial)
-            with open(partial / "options.json", "w") as file:
-                json.dump(vars(run.config), file, indent=2)
-        for file in partial.rglob("*.*"):  # on the disk before it has its name
+            torch.save(
+                run.optimizer.state(), folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
+            )
+        if RANK == 0:
+            model.save_pretrained(folder, state_dict=state)
+            if state:
+                model.config.dtype = dtype  # not that of the shards
+                model.config.save_pretrained(folder)
+            run.tokenizer.save_pretrained(folder)
+            if with_optimizer:
+                shutil.copy(run.output_dir / "metrics.jsonl", folder)
+            options = json.dumps(vars(run.config), indent=2)
+            (folder / "options.json").write_text(options)
+    if RANK == 0:
+        for file in folder.rglob("*.*"):  # on the disk before it has its name
             with open(file) as opened:
                 os.fsync(opened)
-        if with_optimizer:  # the options may be new ones, of this resumption
-            (partial / "options.json").rename(run.output_dir / "config.json")
-        partial.rename(run.output_dir / name)
+        folder.rename(run.output_dir / name)
         for old in checkpoints(run.output_dir)[:-1]:
             shutil.rmtree(old)
     all_gather(None)  # until it is there
@@ -1571,25 +2005,26 @@ def checkpoints(output_dir):
 
 
 def restore(run):
-    """Weights, optimizer and logs of the newest checkpoint; returns its step, or 0."""
+    """Take the newest checkpoint's weights, optimizer and metrics, if there is one."""
+    metrics_file = run.output_dir / "metrics.jsonl"
     found = checkpoints(run.output_dir)
     if not found:
-        (run.output_dir / "metrics.jsonl").write_text("")
-        return 0
-    path = found[-1]
-    file = path / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
+        metrics_file.unlink(missing_ok=True)
+        return
+    folder = found[-1]
+    step = int(folder.name[11:])
+    file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
     if not file.exists():
         raise Error(f"no {file}: not of this run, or of another number of processes")
-    saved = torch.load(file, map_location="cpu", weights_only=True)
-    run.optimizer.num_steps = saved["num_steps"]
-    for target, tensor in zip(run.optimizer.tensors(), saved["tensors"], strict=True):
-        target.copy_(tensor)
-    if RANK == 0:  # an evaluation of this step is made again
-        rows = (path / "metrics.jsonl").read_text()
-        rows = rows.partition(f'{{"step": {path.name[11:]}, "eval/')[0]
-        (run.output_dir / "metrics.jsonl").write_text(rows)
-    print0(f"going on from {path}")
-    return int(path.name[11:])
+    run.optimizer.load(torch.load(file, map_location="cpu", weights_only=True))
+    run.step = run.saved_step = step
+    run.num_updates = run.optimizer.num_steps
+    if RANK == 0:
+        with open(metrics_file, "w") as lines:
+            for row in read_metrics(folder):
+                if row["step"] < step or "loss" in row:  # it is evaluated again
+                    print(json.dumps(row), file=lines)
+    print0(f"going on from {folder}")
 
 
 # ------------------------------------------------------------- built-in task and model
@@ -1651,30 +2086,43 @@ TINY = dict(  # what `--model tiny` changes; whatever the user types wins
 )
 
 
+# What may be typed beside --resume; all else is the run's own.
+RESUMABLE = "max_steps learning_rate eval_every save_every micro_batch_tokens"
+RESUMABLE += " unsafe_code report_to"
+
+
 def parse_args(argv=None):
     """`Config` of a list of command-line words (default: the process's)."""
-    comments = dict(re.findall(r"(\w+): .*?  # (.*)", inspect.getsource(Config)))
     usage = "python grpo.py [--option value ...]"
     parser = argparse.ArgumentParser(usage=usage, argument_default=argparse.SUPPRESS)
+    comments = {}
+    for line in inspect.getsource(Config).splitlines():
+        field, _, comment = line.partition("  # ")
+        comments[field.partition(":")[0].strip()] = comment
     for field in dataclasses.fields(Config):
         name, kind = "--" + field.name.replace("_", "-"), field.type
         default = " ".join(field.default) if kind is tuple else field.default
         text = f"{comments[field.name]} (default: {default})"
-        add = functools.partial(parser.add_argument, name, help=text)
         if kind is bool:
-            add(action="store_true")
+            parser.add_argument(name, help=text, action="store_true")
         elif kind is tuple:
-            add(nargs="+", action="extend", metavar="NAME")
+            parser.add_argument(
+                name, help=text, nargs="+", action="extend", metavar="NAME"
+            )
         elif get_args(kind):
-            add(choices=get_args(kind))
+            parser.add_argument(name, help=text, choices=get_args(kind))
         else:
-            add(type=kind, metavar="X")
+            parser.add_argument(name, help=text, type=kind, metavar="X")
     typed = vars(parser.parse_args(argv))  # no defaults: they are suppressed
     options = {}
     if "resume" in typed:
-        folder = re.sub(r"/checkpoint-\d+/*$", "", typed["resume"])
-        options = json.loads(Path(folder, "config.json").read_text())
-        typed["output_dir"] = folder
+        folder = Path(re.sub(r"/checkpoint-\d+/*$", "", typed["resume"]))
+        for name in typed.keys() - {"resume", *RESUMABLE.split()}:
+            option = name.replace("_", "-")
+            raise Error(f"--resume: the run has its own --{option}; not so {RESUMABLE}")
+        newest = [folder, *checkpoints(folder)][-1]
+        options = json.loads((newest / "options.json").read_text())
+        typed["output_dir"] = str(folder)
     elif typed.get("model", "tiny") == "tiny":
         options = TINY
     return Config(**{**options, **typed})
@@ -1688,7 +2136,9 @@ def main():
         train(parse_args())
     except ModuleNotFoundError as error:
         sys.exit(f"grpo.py: {error}: pip install {error.name}")
-    except (Error, OSError, UnicodeError) as error:  # a mistake of the user
+    except KeyboardInterrupt:
+        sys.exit("grpo.py: interrupted")
+    except (Error, OSError) as error:  # a mistake of the user
         sys.exit(f"grpo.py: {one_line(error)}")
     if dist.is_initialized():  # gloo's threads can abort an ordinary end
         dist.barrier()

@@ -2,6 +2,7 @@
 """grpo.py by numbers: worked examples, each function against plain loops in
 float64, then whole runs. `python -m pytest` runs on a CPU, offline."""
 
+import builtins
 import copy
 import dataclasses
 import functools
@@ -12,11 +13,11 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections import defaultdict
@@ -35,8 +36,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 
-torch.set_num_threads(2)
-os.environ["OMP_NUM_THREADS"] = "2"  # of the processes that tests start
+THREADS = os.environ.setdefault("OMP_NUM_THREADS", "2")  # of processes as well
+torch.set_num_threads(int(THREADS))
 
 
 def table(text):
@@ -148,60 +149,89 @@ so \boxed{42}. | 42
 \boxed{\text{a}\{1\}} 7 | \text{a}\{1\}
 #### 5 but \boxed{6} | 6
 broken off in 5 \boxed{4 | None
-5 \boxed{} | None
 #### 3 and then #### 1,234 | 1,234
 #### 18 dollars | 18 dollars
+so 5 #### | 5
 the numbers 3 and then 4. | 4
 it costs $80,000.00. | $80,000.00
 that is −5 | −5
-that is –5 | –5
-so $10{,}080$ | $10,080
+so $10{,}080$ | $10{,}080$
 5-3=2 | 2
 pages 3-5 | 5
+(pages 3–5). | 5
 one half is 1/2 | 1/2
 it is \frac{3}{4} | \frac{3}{4}
-the length is $2\sqrt{5}$. | 2\sqrt{5}
-it is \(x = 2\sqrt{5}\). | 2\sqrt{5}
-it is $5$ | $5
+it is $5$ | $5$
+it is \(-\frac{3}{4}\). | -\frac{3}{4}
+**18** | 18
+<answer>18</answer> | 18
+48+24 = <<48+24=72>>72 clips. | 72
+a 50% share | 50%
 no number at all | None
+5 on 2024-01-07 | 2024-01-07
+5 or ±7 | ±7
+5, then 1.2.3 | 1.2.3
+5 at 10:30. | 10:30
+5 of 3x | 3x
+5 + x^2 | x^2
 so 5↵#### 18↵That is 2 more. | 18
 """
 SAME = r"""
 $80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \frac{1}{2}|0.5; 1/2|0.5
-\dfrac12|1/2; .5|1/2; 50%|0.5; 50\%|50; 0.5|50%; 50 percent|50; -3|−3; - 3|-3; +7|7
-7.0|7; x = 5|5; x=5|5; f(x) = 5|5; 5 cm|5; 5\text{ cm}|5; 5\,\text{cm}^2|5; \$18|18
-18 dollars|18; 90^\circ|90; 90°|90; -\frac{1}{2}|-0.5; \frac{-1}{2}|-1/2; €5|5; 007|7
-$x^2+1$|x^2 + 1; \left(1, 2\right)|(1,2); \text{Yes}|yes; \text{(A)}|A; (B)|B; 2/4|1/2
-2\sqrt3|2\sqrt{3}; \(7\)|7; 0.1|1/10; y = 2x + 1|2x+1; 5 cm|5 cm; x^{2}|x^2
-x^{10}y|x^10y; \frac{3}{4}\text{ cm}|3/4; \frac12 \%|1/2; \frac12x|\frac{1}{2}x
-10,\!080|10080; 2\,000\,000|2000000; 1{,}2|1,2
-101_{2}|101_2; \geq|\ge; x \leq 5|x\le5; \pi/2|\frac{\pi}{2}; 18, because 2 + 16 is|18
-\begin{pmatrix}1 & 2\\3&4\end{pmatrix}|\begin{pmatrix} 1&2 \\ 3 & 4 \end{pmatrix}
+\dfrac{1}{2}|1/2; \tfrac{2}{4}|1/2; .5|1/2; 50%|0.5; 50\%|50; 0.5|50%; 50%|50\%; -3|−3
+50 percent|50; - 3|-3; +7|7; 7.0|7; x = 5|5; x=5|5; 5 cm|5; 5\text{ cm}|5; \$18|18
+5\,\text{cm}|5; 18 dollars|18; 18 Dollars|18 dollars; -\frac{1}{2}|-0.5; -$5|-5; €5|5
+5 €|5; £1,234.50|2469/2; \frac{-1}{2}|-1/2; 007|7; 2/4|1/2; 0.1|1/10; \(7\)|7; $7$|7
+\text{Yes}|yes; \text{(A)}|A; (B)|B; b|B; (C).|c; New  York|new york; 5 cm|5 CM
+5 months|5; 5 quarts|5; 5 miles|5; 3 million|3 Million; 3/04|0.75; 1/2\%|0.5%
+12,345,678|12345678; \frac{3}{4}\text{ cm}|3/4; 1{,}234{,}567.5|2469135/2; ,5|,5
 """
 DIFFERENT = r"""
-1|11; 5|-5; 80|80000; 1,2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 pi|5; 5\pi|5
-3 million|3; 2 dozen|2; 50%|0.05; 0.5%|0.05; 1/0|1; 1/0|2/0; 1/0|0; (1,2)|(2,1)
-x=1, y=2|2; 18 or 20|18; 6xy|6; 3 AM|3 PM; 12 and a half|12; 1 2|12; |; \text{}|0
-\frac{1}{2x}|\frac{1}{2}x; \frac{a}{bc}|\frac{a}{b}c; x^{2y}|x^{2}y; 2^{nk}|2^{n}k
-e^{10}x|e^{10x}; \frac12x|\frac{1}{2x}; 1, i|1; 0|0, a; \frac{1}{2}(x)|\frac{1}{2(x)}
-3,\,400|3400
-\rightarrow|\leftarrow; 5 cm|5 cm^2; 5 cm|5 km; 1%|100; 5 more than x|5; 2 no solution|2
+1|11; 5|-5; 80|80000; 1,2|12; 1{,}2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 x|5
+3 million|3; 5 Million|5; 2 dozen|2; 5 dozens|5; 7 tenths|7; 5 squared|5; 5\pi|5
+7, or maybe 8|7; 5 hundredths|5; 5 halves|5; 5 THOUSAND|5; 5 thirds|5; 5 sixteenths|5
+5 sixtieths|5; 5 pi|5; 5 billionths|5; 2024-01-07|7; ±7|7; ±7|-7; 5$3|53; 2*500|2500
+2\frac{1}{2}|21/2; \frac{1}{2}3|1/23; \frac{1}{2}x|1/2; \frac{1}{2}xy|1/2; 3 4|3/4
+50%|0.05; 0.5%|0.05; 0.5%|50%; 50|0.5%; 1%|100; 1/0|1; 1/0|2/0; 1/0|0; 5 cm|5 km
+x=1, y=2|2; 18 or 20|18; 6xy|6; 3 AM|3 PM; 12 and a half|12; 1 2|12; \text{}|0; 5 cm|5%
+(1,2)|(2,1); 5 more than x|5; 10:30|10; 1.2.3|1.2; 5!|5; -|0; A|B; yes|no; 5 20%|5
+2^5|2 5; 3-5|5; --5|5; 1,23|123; 1,2345|12345; 5 cm^2|5; 1, 234|1234; 1 234|1234
+"""
+MATH_SAME = r"""
+\frac{3}{4}|0.75; 2\sqrt{2}|\sqrt{8}; \{1,2\}|\{2,1\}; (1,2)|(1, 2); [1,2)|[1, 2)
+50\%|0.5; 90^\circ|90; \text{(A)}|A; \text{yes}|Yes; x^2+1|1+x^2; \frac{\pi}{2}|\pi/2
+\begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix} 1 \\ 2 \end{pmatrix}; x=5|5; $18|18
+10,\!080|10080; \frac12|0.5; 2\frac{1}{2}|2.5; Evelyn|\text{evelyn}
+"""
+MATH_DIFFERENT = r"""
+\frac{3}{4}|0.74; \{1,2\}|\{1,3\}; (1,2)|(2,1); [1,2)|(1,2); 2\sqrt{2}|\sqrt{2}; A|B
+\begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix}2\\1\end{pmatrix}; 5, 7|5; ±7|7; 5x|5
+7 tenths|7; 7, or maybe 8|7; \foo|\bar; \frac{|\sqrt{; yes|no; 9^{9^{9}}|7
 """
 HOSTILE_TEXTS = r"""
-\boxed{ | 100_000
+\boxed{ | 20_000
 \boxed{\text{ | 20_000
 \boxed{^{\circ | 20_000
 \frac{1 | 30_000
+\frac{1}{ | 30_000
 9 | 100_000
 1, | 50_000
 ,111 | 30_000
+1/ | 50_000
 - | 100_000
+( | 100_000
 $\ | 50_000
 x= | 50_000
+3- | 50_000
+< | 100_000
+. | 100_000
 #### | 50_000
+####   | 20_000
+  | 50_000
 <think> | 20_000
 <think></think> | 20_000
 """
+
 FORMATS = r"""
 Q | <think>a</think>b | 1
 Q | <think>\na\n</think>\n\nb  | 1
@@ -236,25 +266,121 @@ def test_different_answers_do_not(answer, gold):
     assert not grpo.answers_match(gold, answer)
 
 
-def test_a_text_without_an_answer_is_wrong():
-    assert not grpo.answers_match(None, None)
-    assert grpo.accuracy_reward([""], ["none"], ["none"]) == [0.0]
+def test_nothing_in_the_box_is_no_answer():
+    assert not grpo.extract_answer(r"5 \boxed{ }")
+
+
+NUMBER_WORDS = """
+half third quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
+thirteenth thirtieth hundredth thousandth millionth one two three four five six seven
+eight nine ten eleven twelve nineteen twenty thirty forty fifty sixty seventy eighty
+ninety hundred thousand million billion trillion lakh crore bn mn mil dozen pair
+couple score gross squared cubed pi halve
+"""
+
+
+def test_a_number_word_is_no_unit():
+    for word in NUMBER_WORDS.split():
+        for text in (f"5 {word}", f"5 {word}s", f"5 {word.title()}", f"1/2 {word}"):
+            assert not grpo.answers_match(text, text.split()[0])
+
+
+@pytest.mark.parametrize("answer, gold", pairs(SAME))
+def test_math_accepts_what_accuracy_accepts(answer, gold):
+    assert grpo.math_reward([""], ["#### " + answer], [gold]) == [1.0]
+
+
+@pytest.mark.parametrize("answer, gold", pairs(MATH_SAME))
+def test_math_finds_equal_formulas_equal(answer, gold):
+    assert grpo.math_reward([""], [rf"\boxed{{{answer}}}"], [gold]) == [1.0]
+
+
+@pytest.mark.parametrize("answer, gold", pairs(MATH_DIFFERENT))
+def test_math_finds_different_formulas_different(answer, gold):
+    assert grpo.math_reward([""], ["#### " + answer], [gold]) == [0.0]
+
+
+ANSWER_REWARDS = [grpo.accuracy_reward, grpo.math_reward]
+
+
+@pytest.mark.parametrize("reward", ANSWER_REWARDS)
+def test_a_text_without_an_answer_is_wrong(reward):
+    texts = ["", "none", r"\boxed{}", "####", r"5 \boxed{5", "None"]
+    for gold in ("none", "5", "0"):
+        assert reward([""] * 6, texts, [gold] * 6) == [0.0] * 6
+
+
+@pytest.mark.parametrize("reward", ANSWER_REWARDS)
+def test_an_unfinished_text_counts_by_its_box_or_mark_only(reward):
+    texts = ["so 18", r"so \boxed{18} or 1", "#### 18", r"18 \boxed{18", "so 18"]
+    ended = [False, False, False, False, True]
+    found = reward([""] * 5, texts, ["18"] * 5, finished=ended, level=[1] * 5)
+    assert found == [0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("reward", ANSWER_REWARDS)
+def test_any_alternative_is_right_and_the_last_box_counts(reward):
+    texts = ["1/2", "7", r"\boxed{7} \boxed{3}"]
+    assert reward([""] * 3, texts, [["3", "0.5"]] * 3) == [1.0, 0.0, 1.0]
+
+
+def test_math_works_in_threads():
+    found = []
+    columns = dict(prompts=[""], completions=[r"\boxed{\sqrt{8}}"], answer=[r"2\sqrt2"])
+    worker = threading.Thread(target=lambda: found.extend(grpo.math_reward(**columns)))
+    worker.start()
+    worker.join()
+    assert found == [1.0]
+
+
+def test_math_names_the_missing_package(monkeypatch):
+    import_module = builtins.__import__
+
+    def without(name, *args):
+        if name == "math_verify":
+            raise ModuleNotFoundError(name)
+        return import_module(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModuleNotFoundError, match="math_verify"):
+        grpo.math_reward([""], ["5"], ["5"])
 
 
 def test_gold_answers_are_marked_or_the_whole_text_or_alternatives():
     assert grpo.gold_answers("2 + 16\n#### 18") == ["18"]
-    assert grpo.gold_answers([r"so \boxed{\frac12}", 0.5, 0]) == [
-        r"\frac12",
-        "0.5",
-        "0",
-    ]
-    assert grpo.accuracy_reward([""] * 2, ["1/2", "7"], [["3", "0.5"]] * 2) == [
-        1.0,
-        0.0,
-    ]
-    for unusable in (None, "", " ", [], ["1", None], r"\boxed{1", "####", {}):
+    golds = grpo.gold_answers([r"so \boxed{\frac12}", 0.5, 0, " a\nb"])
+    assert golds == [r"\frac12", "0.5", "0", "a\nb"]
+    for unusable in (
+        None,
+        True,
+        math.nan,
+        "",
+        " ",
+        [],
+        ["1", None],
+        r"\boxed{1",
+        "####",
+        {},
+    ):
         with pytest.raises(ValueError, match="is no answer"):
             grpo.gold_answers(unusable)
+        with pytest.raises(ValueError, match="is no answer"):
+            grpo.check_answer(unusable, True)
+
+
+GOLDS = r"18; \$18; 1/2; \frac{1}{2}; 5\text{ cm}; 50\%; \text{(A)}; New York; 1{,}080"
+LATEX_GOLDS = (
+    r"\foo; 2\sqrt{5}; x^2; a_1; \frac{x}{2}; \frac{\pi}{2}; 90^\circ; \frac12"
+)
+
+
+def test_accuracy_judges_by_numbers_and_words_but_no_other_latex():
+    for gold in GOLDS.split("; "):
+        grpo.check_answer([gold, 7, rf"so \boxed{{{gold}}}"], by_number=True)
+    grpo.check_answer("a \u200bword and 'two' \"quotes\"", by_number=True)
+    for gold in LATEX_GOLDS.split("; "):
+        with pytest.raises(grpo.Error, match="--reward math"):
+            grpo.check_answer(["7", gold], by_number=True)
 
 
 @pytest.mark.parametrize("piece, count", table(HOSTILE_TEXTS))
@@ -565,7 +691,6 @@ SHAPE = dict(
     tie_word_embeddings=True,
     # of some architectures alone
     attention_hidden_size=32,
-    logit_scale=0.25,
     lru_width=32,
     num_local_experts=2,
     query_pre_attn_scalar=8,
@@ -583,9 +708,16 @@ OPTIONS = {
     "mistral": dict(sliding_window=3),
     "gemma2": dict(sliding_window=4),
     "phi3": dict(rope_parameters=LONG_ROPE),
+    "cohere": dict(logit_scale=0.25),
+    "lfm2": dict(layer_types=["conv", "full_attention", "conv"]),
+    "jamba": dict(mamba_dt_rank=4, use_mamba_kernels=False, attn_layer_offset=1),
+    "mamba2": dict(num_heads=8, head_dim=8, n_groups=1),
+    "llama4_text": dict(floor_scale=12, attn_temperature_tuning=True),
 }
-SHARED = ["qwen2", "qwen2 untied", "llama", "gpt2", "mistral"]
-PLAIN = ["gemma2", "cohere", "phi"]  # logits that are not head(hidden)
+SHARED = ["qwen2", "qwen2 untied", "llama", "gpt2", "mistral", "lfm2", "mamba2"]
+OWN_LOGITS = ["gemma2", "cohere", "phi"]  # which are not head(hidden)
+PLAIN = ["jamba"]  # whose layers do not go on from a cache with more than one token
+own_logits = functools.partial(grpo.token_logprobs, own_logits=True)
 
 
 def tiny_model(kind, seed=0, **options):
@@ -607,9 +739,10 @@ def ragged_batch(num_generations=3):
     return prompt_ids, prompt_mask, completion_ids, torch.arange(6) < lengths
 
 
-def slow_logprobs(model, batch, temperature=1.0):
+def slow_logprobs(
+    model, prompt_ids, prompt_mask, completion_ids, mask, temperature=1.0
+):
     """One forward without padding for each completion."""
-    prompt_ids, prompt_mask, completion_ids, mask = batch
     logp = torch.zeros(mask.shape)
     for i in range(len(mask)):
         b = i * len(prompt_ids) // len(mask)
@@ -622,21 +755,21 @@ def slow_logprobs(model, batch, temperature=1.0):
     return logp
 
 
-@pytest.mark.parametrize("kind", SHARED + PLAIN)
+@pytest.mark.parametrize("kind", SHARED + OWN_LOGITS + PLAIN)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature):
     model, batch = tiny_model(kind), ragged_batch()
     before = copy.deepcopy(batch)
     weights = torch.randn(6, 6)
     params = list(model.parameters())
+    functions = [slow_logprobs, grpo.plain_logprobs]
+    if kind not in PLAIN:
+        functions.append(own_logits)
+    if kind in SHARED:
+        functions.append(grpo.token_logprobs)
     results = []
-    for share_prompts in (None, False, True):
-        if share_prompts and kind in PLAIN:
-            continue
-        if share_prompts is None:
-            logp = slow_logprobs(model, batch, temperature)
-        else:
-            logp = grpo.token_logprobs(model, *batch, temperature, share_prompts)
+    for function in functions:
+        logp = function(model, *batch, temperature)
         loss = (logp * weights).sum()
         grads = torch.autograd.grad(loss, params, materialize_grads=True)
         results.append([logp, *grads])
@@ -644,6 +777,19 @@ def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature):
         torch.testing.assert_close(found, results[0], atol=5e-4, rtol=1e-3)
         assert found[0].dtype == torch.float32
     torch.testing.assert_close(batch, before)
+
+
+@pytest.mark.parametrize("logprobs", [grpo.plain_logprobs, own_logits])
+def test_logits_in_bfloat16_give_log_probs_in_float32(logprobs):
+    model, batch = tiny_model("qwen2").bfloat16(), ragged_batch()
+    *_, ids, mask = batch
+    shape = *ids.shape, 40
+    logits = torch.randn(shape).bfloat16()
+    output = SimpleNamespace(logits=logits)
+    expected = logits.float().log_softmax(2).gather(2, ids[:, :, None])[:, :, 0]
+    found = grpo.logprobs_of_logits(output.logits, ids, mask, 1.0)
+    torch.testing.assert_close(found, expected * mask)
+    assert logprobs(model, *batch).dtype == torch.float32
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -689,27 +835,59 @@ def test_padding_changes_nothing():
     pad = torch.nn.functional.pad
     wide = pad(prompt_ids, (4, 0), value=7), pad(prompt_mask, (4, 0))
     long = pad(completion_ids, (0, 3), value=9), pad(mask, (0, 3))
-    for share_prompts in (False, True):
-        found = grpo.token_logprobs(model, *wide, *long, share_prompts=share_prompts)
-        expected = pad(slow_logprobs(model, ragged_batch()), (0, 3))
+    for logprobs in (grpo.plain_logprobs, grpo.token_logprobs, own_logits):
+        found = logprobs(model, *wide, *long)
+        expected = pad(slow_logprobs(model, *ragged_batch()), (0, 3))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     nothing = torch.zeros_like(mask)
     found = grpo.token_logprobs(model, prompt_ids, prompt_mask, completion_ids, nothing)
     assert not found.any()
 
 
-@pytest.mark.parametrize("kind", [*SHARED, "phi3", *PLAIN, "mamba"])
-def test_only_models_that_bear_it_share_prompts(kind):
+@pytest.mark.parametrize("kind", [*SHARED, "phi3", *OWN_LOGITS, *PLAIN, "mamba"])
+def test_models_share_prompts_as_far_as_they_bear_it(kind, capsys):
     model = tiny_model(kind)
     if kind == "phi":
         torch.nn.init.normal_(model.lm_head.bias)
-    assert bool(grpo.sharing_obstacle(model)) == (kind in [*PLAIN, "mamba"])
+    logprobs, share_prompts, use_cache = grpo.choose_paths(model)
+    assert share_prompts == (kind not in [*PLAIN, "mamba"])
+    assert (logprobs is grpo.token_logprobs) == (kind in [*SHARED, "phi3"])
+    assert (logprobs is grpo.plain_logprobs) == (not share_prompts)
+    assert use_cache == (kind != "mamba")
+    assert capsys.readouterr().out.count("note: ") == (not share_prompts) + (
+        not use_cache
+    )
+
+
+def test_a_cap_that_small_weights_hide_is_seen():
+    model = tiny_model("gemma2", initializer_range=0.02)
+    assert grpo.choose_paths(model)[0] is not grpo.token_logprobs
+
+
+class Detached(transformers.DynamicCache):
+    """A cache through which no gradient flows."""
+
+    def reorder_cache(self, rows):
+        super().reorder_cache(rows)
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+
+
+def test_values_that_agree_are_not_enough(monkeypatch):
+    monkeypatch.setattr(grpo, "DynamicCache", Detached)
+    _, share_prompts, use_cache = grpo.choose_paths(tiny_model("qwen2"))
+    assert use_cache and not share_prompts
+
+
+def test_lengths_at_which_log_probs_change_are_the_limit():
+    for kind, limit in dict(qwen2=64, phi3=16, llama4_text=12).items():
+        assert grpo.max_positions(tiny_model(kind).config) == limit
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "bert"])
 def test_models_that_padding_or_later_tokens_change_are_refused(kind):
     with pytest.raises(grpo.Error, match="padding or later tokens"):
-        grpo.sharing_obstacle(tiny_model(kind))
+        grpo.choose_paths(tiny_model(kind))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
@@ -717,22 +895,24 @@ def test_a_fault_of_the_device_is_no_property_of_the_model(error, monkeypatch):
     def fail(*args):
         raise error("CUDA error")
 
-    monkeypatch.setattr(grpo, "cached_forward", fail)
+    monkeypatch.setattr(grpo, "token_logprobs", fail)
     with pytest.raises(error):
-        grpo.sharing_obstacle(tiny_model("qwen2"))
+        grpo.choose_paths(tiny_model("qwen2"))
 
 
 # --------------------------------------------------------------------------- sampling
 
-with_static_cache = functools.partial(grpo.generate_with_transformers, static=True)
+without_cache = functools.partial(grpo.generate, use_cache=False)
 SAMPLERS = [
     ("qwen2", grpo.generate),
     ("gpt2", grpo.generate),
     ("mistral", grpo.generate),
     ("gemma2", grpo.generate),
-    ("qwen2", with_static_cache),
-    ("mamba", grpo.generate_with_transformers),
-    ("minimax", grpo.generate_with_transformers),  # wrong where it sees padding
+    ("lfm2", grpo.generate),
+    ("jamba", grpo.generate),
+    ("qwen2", without_cache),
+    ("mamba", without_cache),
+    ("minimax", without_cache),
 ]
 HOSTILE = dict(
     do_sample=True,
@@ -894,97 +1074,136 @@ def test_micro_batches_are_of_similar_lengths():
 
 def test_rows_are_taken_without_columns_of_padding():
     model, batch = tiny_model("qwen2"), ragged_batch(4)
-    part = grpo.take_rows(batch, torch.tensor([[5, 7]]))
+    part = grpo.take_rows(grpo.Batch(*batch), torch.tensor([[5, 7]]))
     assert [x.shape for x in part] == [(1, 3), (1, 3), (2, 5), (2, 5)]
-    expected = slow_logprobs(model, batch)[[5, 7], :5]
+    expected = slow_logprobs(model, *batch)[[5, 7], :5]
     found = grpo.token_logprobs(model, *part)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0])
-def test_steps_and_clipping_are_those_of_torch(scale):
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_steps_and_clipping_are_those_of_torch(scale, max_grad_norm):
     model = tiny_model("qwen2")
     other = copy.deepcopy(model)
-    ours = grpo.MasterAdamW(model)
+    ours = grpo.MasterAdamW(model, torch.float32)
     theirs = torch.optim.AdamW(other.parameters(), weight_decay=0)
     for step in range(1, 6):
         for param, twin in zip(model.parameters(), other.parameters()):
             param.grad = step * scale * torch.randn(param.shape)
             twin.grad = param.grad.clone()
-        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0).item()
+        norm = torch.nn.utils.clip_grad_norm_(
+            other.parameters(), max_grad_norm or math.inf
+        ).item()
         theirs.param_groups[0]["lr"] = 1e-2 / step
         theirs.step()
-        assert ours.step(1e-2 / step, 1.0) == pytest.approx(norm, rel=1e-5)
+        found = ours.collect()
+        assert found == pytest.approx(norm, rel=1e-5)
+        ours.step(1e-2 / step, found, max_grad_norm)
         for param, twin in zip(model.parameters(), other.parameters()):
             torch.testing.assert_close(param, twin, atol=1e-6, rtol=1e-4)
 
 
-def test_a_step_that_is_cut_off_counts_as_one(monkeypatch):
-    model = tiny_model("qwen2")
-    optimizer = grpo.MasterAdamW(model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    monkeypatch.setattr(torch, "_fused_adamw_", mock.Mock(side_effect=OSError))
+def test_a_step_that_is_cut_off_counts_as_one():
+    optimizer = grpo.MasterAdamW(tiny_model("qwen2"), torch.float32)
+    optimizer.adamw.step = mock.Mock(side_effect=OSError)
     with pytest.raises(OSError):
-        optimizer.step(1e-3, 1.0)
-    assert optimizer.num_steps  # so that `train` does not save it
+        optimizer.step(1e-3, 1.0, 1.0)
+    assert optimizer.num_steps  # so that `save` does not take it
+
+
+def bfloat16_copy(model):
+    """What is left of a float32 model that was published in bfloat16."""
+    return copy.deepcopy(model).bfloat16().float()
+
+
+def test_masters_begin_at_random_places_in_their_cells():
+    """Uniform over the cell, so that a tenth of it moves a tenth of the weights."""
+    torch.manual_seed(0)
+    weight = (0.02 * torch.randn(100_000)).bfloat16().float()
+    weight[:9] = torch.tensor([0, -0.0, 1, -1, 0.5, 2**-126, 3e38, -256, 1e-40])
+    weight[:9] = weight[:9].bfloat16()
+    masters = grpo.within_cell(weight)
+    assert torch.equal(masters.bfloat16().float(), weight)
+    assert torch.equal(masters[:2], weight[:2]) and masters.isfinite().all()
+    assert not torch.equal(grpo.within_cell(weight), masters)
+    steps = 2 ** weight[9:].abs().log2().floor() / 128  # to the next bfloat16 number
+    moved = (masters[9:] + 0.1 * steps).bfloat16().float() - weight[9:]
+    assert moved.min() == 0
+    assert (moved > 0).float().mean().item() == pytest.approx(0.1, abs=0.005)
+    visible, hidden = moved.double().sum(), 0.1 * steps.double().sum()
+    assert visible.item() == pytest.approx(hidden.item(), rel=0.05)
+    single = torch.randn(1000)  # a float32 checkpoint has lower bits of its own
+    assert torch.equal(grpo.within_cell(single), single)
 
 
 def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
     """At a learning rate of 1e-6; bfloat16 weights alone would stand still."""
-    half = tiny_model("qwen2").bfloat16()
-    start = copy.deepcopy(half).float()
-    single = copy.deepcopy(start)
-    naive = copy.deepcopy(half)
-    optimizers = [grpo.MasterAdamW(half), grpo.MasterAdamW(single)]
-    plain = torch.optim.AdamW(naive.parameters(), lr=1e-6, weight_decay=0)
-    models = half, single, naive, start
-    for step in range(100):
-        torch.manual_seed(step // 20)
-        for params in zip(*(model.parameters() for model in models)):
-            grad = torch.randn(params[0].shape).bfloat16()
-            for param in params:
-                param.grad = grad.to(param.dtype)
-        plain.step()
-        norms = [optimizer.step(1e-6, 1.0) for optimizer in optimizers]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    num_moved = num_naive = 0
-    for params in zip(*(model.parameters() for model in models)):
-        weight, expected, naive_weight, first = params
-        upper = weight.detach().view(torch.int16).int() << 16
-        master = (upper + optimizers[0].lower[weight]).view(torch.float32)
-        assert torch.equal(master, expected)
-        nearest = (master.bfloat16().float() - master).abs()
-        assert ((weight.float() - master).abs() <= nearest).all()
-        num_moved += (weight != first).sum()
-        num_naive += (naive_weight != first).sum()
-    assert num_naive < 0.5 * num_moved
+    half = bfloat16_copy(tiny_model("qwen2"))
+    start = copy.deepcopy(half)
+    ours = grpo.MasterAdamW(half, torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    for param, first in zip(half.parameters(), start.parameters()):
+        assert torch.equal(param.float(), first)
+    single = [master.clone().requires_grad_() for master in ours.masters]
+    theirs = torch.optim.AdamW(single, lr=1e-6, weight_decay=0)
+    visible = expected = 0
+    for _ in range(40):
+        torch.manual_seed(0)
+        for param, twin in zip(half.parameters(), single):
+            param.grad = torch.randn(param.shape).bfloat16()
+            twin.grad = param.grad.float()
+        torch.nn.utils.clip_grad_norm_(single, 1.0)
+        theirs.step()
+        ours.step(1e-6, ours.collect(), 1.0)
+    for param, master, twin, first in zip(
+        half.parameters(), ours.masters, single, start.parameters()
+    ):
+        torch.testing.assert_close(master, twin.detach(), atol=1e-9, rtol=1e-7)
+        assert torch.equal(param, master.bfloat16())
+        visible += (param.float() - first).abs().sum().item()
+        expected += 40e-6 * param.numel()
+    assert visible == pytest.approx(expected, rel=0.1)
 
 
 def make_run(model, reference=None, share_prompts=True, **options):
-    """What `update` needs of a run; `calls` are those of the policy's log-probs."""
+    """A run with this policy, float32; `calls` are those of its log-probs."""
     config = grpo.Config(max_completion_length=6, **options)
-    run = SimpleNamespace(
+    logprobs = grpo.token_logprobs if share_prompts else grpo.plain_logprobs
+    run = grpo.Run(
         config=config,
         device=torch.device("cpu"),
-        dtype=model.dtype,
-        share_prompts=share_prompts,
-        micro_batch_tokens=config.micro_batch_tokens or 10_000,
+        output_dir=Path("nowhere"),
+        rewards={},
+        tokenizer=None,
+        eos_token_ids=[1],
+        max_positions=math.inf,
         policy=model,
-        reference=None,
+        reference=reference,
+        adapters=None,
+        optimizer=grpo.MasterAdamW(
+            model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        ),
+        logprobs=logprobs,
+        share_prompts=share_prompts,
+        use_cache=True,
+        micro_batch_tokens=config.micro_batch_tokens or 10_000,
     )
-    grpo.make_ready(run, model, model.dtype)
-    run.optimizer = grpo.MasterAdamW(model)
-    run.calls = watch(model, "token_logprobs")
-    if reference:
-        grpo.make_ready(run, reference, model.dtype)
-        run.reference = torch.no_grad()(reference.token_logprobs)
+    run.calls = []
+
+    def noting(model, *batch_and_temperature):
+        if model is run.policy:
+            run.calls.append(batch_and_temperature[:4])
+        return logprobs(model, *batch_and_temperature)
+
+    run.logprobs = noting
     return run
 
 
 def first_grads(run):
     """The gradients of the first step: a tenth of them is Adam's first moment."""
-    return [10 * exp_avg for exp_avg, *_ in run.optimizer.moments.values()]
+    state = run.optimizer.adamw.state
+    return [10 * state[master]["exp_avg"] for master in run.optimizer.masters]
 
 
 @variants
@@ -995,10 +1214,10 @@ def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(
     loss_type, level, budget, share_prompts
 ):
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
-    batch, advantages = ragged_batch(4), torch.randn(8)
+    batch, advantages = ragged_batch(4), torch.randn(8, 1).expand(8, 6)
     options = dict(beta=0.1, loss_type=loss_type, importance_sampling_level=level)
-    logp = slow_logprobs(model, batch, 0.7)
-    ref_logp = slow_logprobs(reference, batch, 0.7).detach()
+    logp = slow_logprobs(model, *batch, 0.7)
+    ref_logp = slow_logprobs(reference, *batch, 0.7).detach()
     loss, expected = grpo.grpo_loss(
         logp, None, ref_logp, advantages, batch[-1], max_completion_length=6, **options
     )
@@ -1012,7 +1231,7 @@ def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(
         max_grad_norm=1e9,
         **options,
     )
-    metrics = grpo.update(run, 0.0, batch, advantages)
+    metrics = grpo.update(run, grpo.Batch(*batch), advantages, 0.0)
     torch.testing.assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
     norm = torch.nn.utils.get_total_norm(grads)
     expected = {**expected, "loss": loss, "grad_norm": norm}
@@ -1028,10 +1247,10 @@ def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(
 def test_later_iterations_keep_the_log_probs_of_the_first(level):
     """Three updates of one rollout, with a clip range so narrow that it matters."""
     model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
-    batch, advantages = ragged_batch(4), torch.randn(8)
+    batch, advantages = ragged_batch(4), torch.randn(8, 1).expand(8, 6)
     slow = copy.deepcopy(model)
     start = copy.deepcopy(model)
-    old_logp, ref_logp = (slow_logprobs(x, batch).detach() for x in (slow, reference))
+    old_logp, ref_logp = (slow_logprobs(x, *batch).detach() for x in (slow, reference))
     options = dict(
         beta=0.1, epsilon=0.01, epsilon_high=0.03, importance_sampling_level=level
     )
@@ -1039,7 +1258,7 @@ def test_later_iterations_keep_the_log_probs_of_the_first(level):
     means = dict.fromkeys(("kl", "clip_fraction", "ratio_mean"), 0)
     for _ in range(3):
         adamw.zero_grad()
-        logp = slow_logprobs(slow, batch)
+        logp = slow_logprobs(slow, *batch)
         loss, metrics = grpo.grpo_loss(
             logp, old_logp, ref_logp, advantages, batch[-1], **options
         )
@@ -1056,7 +1275,7 @@ def test_later_iterations_keep_the_log_probs_of_the_first(level):
         max_grad_norm=0.5,
         **options,
     )
-    metrics = grpo.update(run, 1e-3, batch, advantages)
+    metrics = grpo.update(run, grpo.Batch(*batch), advantages, 1e-3)
     params = zip(model.parameters(), slow.parameters(), start.parameters())
     for param, expected, first in params:
         assert (param - expected).norm() < 0.02 * (expected - first).norm()
@@ -1065,18 +1284,24 @@ def test_later_iterations_keep_the_log_probs_of_the_first(level):
         assert metrics[name] == pytest.approx(mean, rel=1e-3)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 @pytest.mark.parametrize("beta, num_rows", [(0.0, 4), (0.1, 8)])
-def test_groups_without_advantage_are_left_out_where_that_is_exact(beta, num_rows):
+def test_groups_without_advantage_are_left_out_where_that_is_exact(
+    beta, num_rows, loss_type
+):
     model, batch = tiny_model("qwen2"), ragged_batch(4)
-    advantages = torch.randn(8)
-    advantages[:4] = 0
+    advantages = torch.randn(8, 1).expand(8, 6).clone()
+    advantages[:5] = 0  # one group and one completion of the other
     reference = tiny_model("qwen2", seed=1) if beta else None
-    ref_logp = slow_logprobs(reference, batch).detach() if beta else None
-    logp = slow_logprobs(model, batch)
-    loss, _ = grpo.grpo_loss(logp, None, ref_logp, advantages, batch[-1], beta=beta)
+    ref_logp = slow_logprobs(reference, *batch).detach() if beta else None
+    logp = slow_logprobs(model, *batch)
+    options = dict(beta=beta, loss_type=loss_type)
+    loss, _ = grpo.grpo_loss(
+        logp, None, ref_logp, advantages, batch[-1], max_completion_length=6, **options
+    )
     grads = list(torch.autograd.grad(loss, list(model.parameters())))
-    run = make_run(model, reference, beta=beta, max_grad_norm=1e9)
-    metrics = grpo.update(run, 0.0, batch, advantages)
+    run = make_run(model, reference, max_grad_norm=0.0, **options)
+    metrics = grpo.update(run, grpo.Batch(*batch), advantages, 0.0)
     torch.testing.assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
     assert metrics["ratio_mean"] == pytest.approx(1)
     assert sum(len(completion_ids) for _, _, completion_ids, _ in run.calls) == num_rows
@@ -1084,16 +1309,19 @@ def test_groups_without_advantage_are_left_out_where_that_is_exact(beta, num_row
 
 def test_a_batch_without_any_advantage_moves_nothing():
     run = make_run(tiny_model("qwen2"), beta=0.0)
-    assert grpo.update(run, 1e-3, ragged_batch(), torch.zeros(6))["grad_norm"] == 0
+    batch = grpo.Batch(*ragged_batch())
+    assert grpo.update(run, batch, torch.zeros(6, 6), 1e-3)["grad_norm"] == 0
 
 
 def test_parts_without_tokens_that_wait_for_other_ranks_add_nothing(monkeypatch):
     results = []
     for num_parts in (1, 3):
-        monkeypatch.setattr(grpo, "all_gather", lambda x, n=num_parts: [x, n][:n])
-        monkeypatch.setattr(grpo, "average", float)
+        monkeypatch.setattr(
+            grpo, "all_gather", lambda x, n=num_parts: [x, n] if x == 1 else [x]
+        )
         run = make_run(tiny_model("qwen2"), tiny_model("qwen2", seed=1))
-        metrics = grpo.update(run, 1e-3, ragged_batch(), torch.ones(6))
+        batch = grpo.Batch(*ragged_batch())
+        metrics = grpo.update(run, batch, torch.ones(6, 6), 1e-3)
         assert len(run.calls) == num_parts
         results.append([*run.policy.parameters(), torch.tensor([*metrics.values()])])
     torch.testing.assert_close(*results)
@@ -1103,21 +1331,26 @@ def test_parts_without_tokens_that_wait_for_other_ranks_add_nothing(monkeypatch)
     "budget, dtype", [(10_000, torch.bfloat16), (24, torch.float32)]
 )
 def test_gradients_of_several_micro_batches_are_summed_in_float32(budget, dtype):
-    model = tiny_model("qwen2").bfloat16()
-    run = make_run(model, micro_batch_tokens=budget)
-    run.optimizer.step = lambda *args: 0.0
-    grpo.update(run, 1e-3, ragged_batch(), torch.ones(6))
+    model = tiny_model("qwen2")
+    run = make_run(model, dtype="bfloat16", micro_batch_tokens=budget)
+    run.optimizer.collect = lambda: math.nan  # leaves the gradients where they are
+    grpo.update(run, grpo.Batch(*ragged_batch()), torch.ones(6, 6), 1e-3)
     assert {param.grad.dtype for param in model.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize("advantage", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_is_an_error_and_leaves_the_weights(advantage):
-    model, advantages = tiny_model("qwen2"), torch.ones(6)
-    advantages[0] = advantage
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(grpo.Error, match="it has moved no weight"):
-        grpo.update(make_run(model), 1e-3, ragged_batch(), advantages)
-    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
+def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
+    model, advantages = tiny_model("qwen2"), torch.ones(6, 6)
+    advantages[0, 0] = advantage
+    run = make_run(model)
+    before = copy.deepcopy([model.state_dict(), run.optimizer.state()])
+    batch = grpo.Batch(*ragged_batch())
+    metrics = grpo.update(run, batch, advantages, 1e-3)
+    assert metrics["skipped"] == 1 and not math.isfinite(metrics["grad_norm"])
+    after = [model.state_dict(), run.optimizer.state()]
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
+    assert grpo.update(run, batch, torch.ones(6, 6), 1e-3)["skipped"] == 0
+    assert not torch.equal(model.lm_head.weight, before[0]["lm_head.weight"])
 
 
 # ---------------------------------------------------------------------------- pasting
@@ -1128,10 +1361,13 @@ group_advantages | grpo.group_advantages(numbers("0 1 2 3"), 2)
 process_advantages | grpo.process_advantages([[1], [0]], [[0], [2]], 2, 4)
 kl_k3 | grpo.kl_k3(logp, ref_logp)
 importance_ratio | grpo.importance_ratio(logp, old_logp, mask, "sequence")
+mean_log_ratio | grpo.mean_log_ratio(logp, mask)
 clipped_surrogate | grpo.clipped_surrogate(logp, old_logp, advantages)
 grpo_loss | grpo.grpo_loss(logp, old_logp, ref_logp, advantages, mask)[0]
 sample | grpo.sample(logp, 0)
 token_logprobs | grpo.token_logprobs(tiny_model("qwen2"), *ragged_batch())
+plain_logprobs | grpo.plain_logprobs(tiny_model("qwen2"), *ragged_batch())
+generate | grpo.generate(tiny_model("qwen2"), *ragged_batch()[:2], 2, 5, [1], 0)
 """
 
 
@@ -1233,15 +1469,23 @@ def test_help_tells_every_option_in_80_columns(capsys, monkeypatch):
         assert re.search(rf"--{name}( [A-Z].*| {{.*}})?\s+\w", text), name
     assert max(map(len, text.splitlines())) <= 80
     assert "('" not in text
-    assert ", ".join(grpo.REWARDS) in text
+    assert ", ".join(grpo.REWARDS) in " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", ["", "/", "/checkpoint-2", "/checkpoint-2/"])
-def test_a_run_is_resumed_with_its_options(tmp_path, name):
-    (tmp_path / "config.json").write_text('{"model": "x", "beta": 0.5, "seed": 1}')
-    config = grpo.parse_args(["--resume", f"{tmp_path}{name}", "--seed", "2"])
+def test_a_run_is_resumed_with_its_own_options(tmp_path, name):
+    first, second = dict(model="x", beta=0.5), dict(model="x", beta=0.25)
+    (tmp_path / "options.json").write_text(json.dumps(first))
+    resume = ["--resume", f"{tmp_path}{name}"]
+    config = grpo.parse_args([*resume, "--max-steps", "2"])
     assert Path(config.output_dir) == tmp_path
-    assert (config.model, config.beta, config.seed) == ("x", 0.5, 2)
+    assert (config.model, config.beta, config.max_steps) == ("x", 0.5, 2)
+    for word in "--seed --data --eval-data --sft-steps --lora-rank --model".split():
+        with pytest.raises(grpo.Error, match=f"its own {word};.* max_steps"):
+            grpo.parse_args([*resume, word, "1"])
+    (tmp_path / "checkpoint-10").mkdir()  # with what was given anew
+    (tmp_path / "checkpoint-10" / "options.json").write_text(json.dumps(second))
+    assert grpo.parse_args(resume).beta == 0.25
 
 
 # -------------------------------------------------------------------------------- data
@@ -1255,14 +1499,17 @@ ROWS = [  # line, prompt, answers
     ('{"prompt": "1\u2028?\x85", "answer": "2"}\n\n', "1\u2028?\x85", ["2"]),
     ('\ufeff{"prompt": "1+1?", "answer": "2"}', "1+1?", ["2"]),
     (json.dumps(dict(prompt=MESSAGES, answer="2")), MESSAGES, ["2"]),
+    ('{"prompt": "1+1?", "answer": null, "solution": "2"}', "1+1?", ["2"]),
+    (' \n{"prompt": "1+1?", "answer": "2"}\n\t\n', "1+1?", ["2"]),
 ]
 
 
 @pytest.mark.parametrize("line, prompt, answers", ROWS)
-def test_data_in_the_usual_forms(tmp_path, line, prompt, answers):
-    path = tmp_path / "data.jsonl"
+@pytest.mark.parametrize("name", ["data.jsonl", "data"])
+def test_data_in_the_usual_forms(tmp_path, name, line, prompt, answers):
+    path = tmp_path / name
     path.write_text(line, encoding="utf-8")
-    (row,) = grpo.read_rows(str(path), needs_answer=True)
+    (row,) = grpo.read_rows(str(path), dict(accuracy=None))
     assert row["prompt"] == prompt
     assert grpo.gold_answers(row["answer"]) == answers
 
@@ -1279,29 +1526,46 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": "a", "answer": " "}
 {"prompt": "a", "answer": ["1", ""]}
 {"prompt": "a", "solution": "so \\boxed{1"}
+{"prompt": "a", "answer": true}
+{"prompt": "a", "answer": NaN}
+{"prompt": "", "answer": "1"}
+{"prompt": [], "answer": "1"}
 {"prompt": "\ud800", "answer": "1"}"""
 
 
 @pytest.mark.parametrize("line", WRONG_LINES.splitlines())
-def test_wrong_data_is_named_by_file_and_line(tmp_path, line):
+@pytest.mark.parametrize("reward", ["accuracy", "math"])
+def test_wrong_lines_are_left_out_and_named(tmp_path, line, reward, capsys):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n\n' + line)
-    with pytest.raises(grpo.Error, match="data.jsonl:3: "):
-        grpo.read_rows(str(path), needs_answer=True)
+    assert len(grpo.read_rows(str(path), {reward: None})) == 1
+    output = capsys.readouterr().out
+    assert "1 lines are left out: " in output and "data.jsonl:3: " in output
+    path.write_text(line)
+    with pytest.raises(grpo.Error, match="data.jsonl:1: "):
+        grpo.read_rows(str(path), {reward: None})
 
 
-def test_only_the_accuracy_reward_needs_answers(tmp_path):
+def test_answers_in_latex_want_the_math_reward(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(dict(prompt="a", answer=r"2\sqrt{2}")))
+    assert grpo.read_rows(str(path), dict(math=None))
+    with pytest.raises(grpo.Error, match="--reward math"):
+        grpo.read_rows(str(path), dict(accuracy=None))
+
+
+def test_other_rewards_need_no_answers(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a"}')
-    assert len(grpo.read_rows(str(path), needs_answer=False)) == 1
+    assert len(grpo.read_rows(str(path), dict(format=None))) == 1
 
 
 def test_held_out_rows_are_any_and_never_trained_on(tmp_path):
     data = [dict(prompt=str(i), answer=i) for i in range(300)]
     data[7]["level"] = 5  # other rows lack this column: rewards get None
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
-    options = dict(data=f"{tmp_path}/data.jsonl", output_dir=str(tmp_path / "run"))
-    _, rows, held_out = grpo.set_up(grpo.Config(**options))
+    config = grpo.Config(data=f"{tmp_path}/data.jsonl")
+    _, rows, held_out = grpo.set_up(config, torch.device("cpu"), tmp_path)
     assert len(rows) == 270 and len(held_out) == 30
     assert len({row["answer"] for row in rows + held_out}) == 300
     assert max(row["answer"] for row in held_out) >= 150  # by chance: 1 in 10**9
@@ -1349,10 +1613,10 @@ def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
             )
         )
     run = SimpleNamespace(
-        config=grpo.Config(**options),
+        config=grpo.Config(**{"reward": ("format",), **options}),
         tokenizer=tokenizer,
         eos_token_ids=[tokenizer.convert_tokens_to_ids(eos)],
-        needs_answer=False,
+        max_positions=1000,
     )
     rows = grpo.encode_prompts([dict(prompt=prompt) for prompt in prompts], run)
     for row in rows:
@@ -1404,6 +1668,20 @@ def test_over_long_and_empty_prompts_are_left_out(capsys):
     assert encode([""], None) == []
 
 
+def test_what_is_longer_than_the_positions_of_a_model_is_an_error():
+    assert encode(["1" * 488], None)
+    with pytest.raises(grpo.Error, match="489 tokens.* 512 .* 1000 positions"):
+        encode(["1" * 489], None)
+
+
+@pytest.mark.parametrize("reward", ["accuracy=2", "math"])
+def test_answers_are_asked_for_in_a_box(reward):
+    (row,) = encode(["1+1?"], None, reward=("format", reward))
+    assert row["prompts"].startswith("1+1?\nReason") and "\\boxed{}" in row["prompts"]
+    (row,) = encode(["1+1?"], None, reward=(reward,), prompt_template="q {question}")
+    assert row["prompts"] == "q 1+1?"
+
+
 # ----------------------------------------------------------------------------- rewards
 
 MINE = """
@@ -1418,6 +1696,11 @@ def sees(prompts, completions, completion_ids, answer, level, **columns):
 
 def judges_some(prompts, **columns):
     return [None, 1.0, 0.0, None]
+
+def a_tensor(prompts, finished, **columns):
+    assert finished == [True] * 4
+    import torch
+    return torch.tensor([0.0, 1.0, 0.5, 0.0])
 
 def judges_none(prompts, **columns):
     return [None] * 4
@@ -1440,6 +1723,9 @@ def a_set(prompts, **columns):
 def a_text(prompts, **columns):
     return "1111"
 
+def numbers_and_lists(prompts, steps, **columns):
+    return [1.0, *[[1.0] * len(row) for row in steps[1:]]]
+
 def not_a_number(prompts, **columns):
     return [float("nan")] * 4
 
@@ -1461,7 +1747,7 @@ def too_many_steps(prompts, **columns):
 def a_hole(prompts, **columns):
     return [[None]] * 4
 """
-WRONG_REWARDS = re.findall(r"def (\w+)", MINE)[4:]
+WRONG_REWARDS = re.findall(r"def (\w+)", MINE)[5:]
 
 
 @pytest.fixture
@@ -1475,24 +1761,45 @@ def score(rewards, texts=("2<eos>", "3<eos>", "2<eos>", "22<eos>"), num_rows=1):
     """`score_completions` of these completions of 1+1=."""
     tokenizer = grpo.tiny_model(0)[1]
     ids, mask = grpo.pad([tokenizer.encode(text) for text in texts], "right", "cpu")
-    run = SimpleNamespace(tokenizer=tokenizer, rewards=grpo.load_rewards(rewards))
+    run = SimpleNamespace(
+        tokenizer=tokenizer, rewards=grpo.load_rewards(rewards), eos_token_ids=[0]
+    )
     rows = [dict(prompts="1+1=", answer="2", level=5, completions="2")] * num_rows
-    return grpo.score_completions(run, rows, (None, None, ids, mask))
+    return grpo.score_completions(run, rows, grpo.Batch(ids, mask, ids, mask))
 
 
 def test_a_reward_of_ones_own_sees_copies_of_every_column(mine):
-    _, scores, process = score([f"{mine}:sees=-2", "accuracy"])
-    assert scores["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
-    assert scores["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]  # the weighted sum
-    assert process is None
+    scores = score([f"{mine}:sees=-2", "accuracy"])
+    assert scores.columns["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert scores.columns["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
+    assert scores.outcome.tolist() == [0.0, -1.0, 0.0, -2.0]  # the weighted sum
+    assert not any(scores.step_rewards) and all(scores.finished)
+    assert score([f"{mine}:a_tensor"]).outcome.tolist() == [0.0, 1.0, 0.5, 0.0]
+
+
+def test_the_end_of_a_text_that_was_cut_off_is_no_answer():
+    scores = score(["accuracy"], ["2<eos>", "2", "2 2<eos>", "#### 2"])
+    assert scores.finished == [True, False, True, False]
+    assert scores.outcome.tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_file_of_rewards_is_imported_once(tmp_path):
+    import pickle
+
+    path = tmp_path / "loads.py"
+    path.write_text(f"open({str(tmp_path / 'log')!r}, 'a').write('x')\n" + MINE[19:])
+    rewards = grpo.load_rewards([f"{path}:sees", f"{path}:a_number"])
+    assert (tmp_path / "log").read_text() == "x"
+    for function, _ in rewards.values():
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
-    rewards = score([f"{mine}:judges_some"])[1]["reward"]
+    rewards = score([f"{mine}:judges_some"]).outcome
     assert rewards.tolist() == [0.5, 1.0, 0.0, 0.5]
-    rewards = score([f"{mine}:judges_some"], num_rows=2)[1]["reward"]
+    rewards = score([f"{mine}:judges_some"], num_rows=2).outcome
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert not score([f"{mine}:judges_none"])[1]["reward"].any()
+    assert not score([f"{mine}:judges_none"]).outcome.any()
 
 
 LINES = [  # completion, index of each step's last token
@@ -1518,13 +1825,18 @@ def test_a_line_may_end_within_a_token():
     assert [end for _, end in grpo.split_steps(tokenizer, ids)] == [0, 3]
 
 
-def test_lists_switch_process_supervision_on(mine):
+def test_lists_are_rewards_of_steps_beside_those_of_outcomes(mine):
     rewards = [f"{mine}:each_line=2", "accuracy", "format=0"]
-    _, scores, process = score(rewards, ["1\n2<eos>", " <eos>"])
-    assert scores["rewards/each_line"].tolist() == [0.5, 0.0]
-    assert scores["reward"].tolist() == [2.0, 0.0]
-    # The accuracy, one number, belongs to the last token.
-    assert process == ([[2.0, 0.0, 1.0], [0.0]], [[1, 3, 3], [1]])
+    scores = score(rewards, ["1\n2<eos>", "3<eos>"])
+    assert scores.columns["rewards/each_line"].tolist() == [0.5, 0.0]
+    assert scores.columns["reward"].tolist() == [2.0, 0.0]
+    assert scores.outcome.tolist() == [1.0, 0.0]
+    assert scores.step_rewards == [[2.0, 0.0], [0.0]]
+    assert scores.step_ends == [[1, 3], [1]]
+    scores = score([f"{mine}:each_line=0", "accuracy"], ["1\n2<eos>", "3<eos>"])
+    assert not any(scores.step_rewards + scores.step_ends)  # it is only logged
+    assert scores.columns["rewards/each_line"].tolist() == [0.5, 0.0]
+    assert scores.columns["reward"].tolist() == scores.outcome.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", WRONG_REWARDS)
@@ -1540,64 +1852,108 @@ WRONG_NAMES = "acuracy accuracy=much {mine}:missing {mine}: missing.py:f ="
 @pytest.mark.parametrize("spec", WRONG_NAMES.split())
 def test_a_reward_that_is_not_there_is_named(mine, spec):
     spec = spec.format(mine=mine)
-    with pytest.raises(grpo.Error, match=f"--reward {spec}: .*accuracy, format, code"):
+    with pytest.raises(grpo.Error, match=f"--reward {spec}: .*accuracy, math, format"):
         grpo.load_rewards([spec])
 
 
 # -------------------------------------------------------------- rewards of the README
 
-README_SCORES = {  # reward: completion, other columns, score
-    "short_and_right": ("so 42", dict(answer="#### 42", completion_ids=[1, 2]), 0.998),
-    "language": ("so x = 因此 5", dict(), 0.6),
-    "step": ("", dict(steps=["3+4=7", "7 * 5 = 36", "so"]), [1.0, 0.0, 0.5]),
-    "math": ("$1 + x$", dict(answer="so #### x+1"), 1.0),
-}
+README_SCORES = [  # reward, completion, other columns, score
+    ("short_and_right", "so 42", dict(answer="42", completion_ids=[1, 2]), 0.998),
+    ("short_and_right", "so 41", dict(answer="42", completion_ids=[1, 2]), 0.0),
+    ("language", "so x = 因此 5", dict(), 0.6),
+    ("language", "42", dict(), None),
+    ("step", "", dict(steps=["3+4=7", "7 * 5 = 36", "2+3+4=9"]), [1.0, 0.0, 0.5]),
+]
 REPLIES = {
     "Score: 7": 0.7,
-    "**Score: 7/10**": 0.7,
-    "Score: 7.": 0.7,
+    "**Score:** 7.5/10": 0.75,
     "<think>Score: 1</think>Score: 7": 0.7,
     "Score: 12": 1.0,
+    "Score: -3": 0.0,
     "seven": None,
 }
+NO_REPLIES = r"""<html>busy</html>
+{"error": "overloaded"}
+{"choices": []}
+{"choices": [{"message": {"content": null}}]}
+{"choices": [{"message": {"content": ["Score: 7"]}}]}
+7"""
 
 
 @pytest.fixture
 def readme(tmp_path):
-    """The path of the file of rewards that the README shows."""
+    """The module of rewards that the README shows."""
     text = Path(grpo.__file__).with_name("README.md").read_text()
     (block,) = re.findall(r"```python\n# rewards.py\n(.*?)```", text, re.DOTALL)
     path = tmp_path / "rewards.py"
     path.write_text(block)
-    return path
+    return grpo.import_file(path)
 
 
-@pytest.mark.parametrize("name", README_SCORES)
-def test_rewards_of_the_readme(readme, name):
-    if name == "math":
-        pytest.importorskip("math_verify")
-    completion, columns, expected = README_SCORES[name]
-    ((reward, _),) = grpo.load_rewards([f"{readme}:{name}"]).values()
+@pytest.mark.parametrize("name, completion, columns, expected", README_SCORES)
+def test_rewards_of_the_readme(readme, name, completion, columns, expected):
     columns = {column: [value] for column, value in columns.items()}
-    (score,) = reward(prompts=[""], completions=[completion], **columns)
-    assert score == pytest.approx(expected)
+    common = dict(prompts=[""], completions=[completion], finished=[True])
+    (score,) = getattr(readme, name)(**common, **columns)
+    assert score == pytest.approx(expected, abs=1e-5)
+
+
+def reply_of(content):
+    choice = dict(message=dict(content=content))
+    return io.BytesIO(json.dumps(dict(choices=[choice])).encode())
 
 
 def test_the_judge_of_the_readme(readme, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    judge = grpo.load_rewards([f"{readme}:judge"])["judge"][0]
-    for reply, score in REPLIES.items():
-        choice = dict(message=dict(content=reply))
-        body = json.dumps(dict(choices=[choice])).encode()
-        answers = mock.Mock(side_effect=[OSError("busy"), io.BytesIO(body)])
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    for content, score in REPLIES.items():
+        answers = mock.Mock(side_effect=[OSError("busy"), reply_of(content)])
         monkeypatch.setattr("urllib.request.urlopen", answers)
-        assert judge(prompts=["q"], completions=["a"]) == [score]
-        (request,), _ = answers.call_args
-        assert request.full_url.endswith("/v1/chat/completions")
-    answers = mock.Mock(side_effect=OSError("down"))
-    monkeypatch.setattr("urllib.request.urlopen", answers)
-    assert judge(prompts=["q"], completions=["a"]) == [None]
-    assert answers.call_count == 5
+        assert readme.judge(prompts=["q"], completions=["a"]) == [score]
+    for line in NO_REPLIES.splitlines():
+        pauses.clear()
+        urlopen = mock.Mock(side_effect=lambda *a, **b: io.BytesIO(line.encode()))  # noqa: B023
+        monkeypatch.setattr("urllib.request.urlopen", urlopen)
+        assert readme.judge(prompts=["q"], completions=["a"]) == [None]
+        assert pauses == [1, 4, 15, 60, 0]
+
+
+def test_the_judge_is_asked_in_parallel(readme, monkeypatch):
+    together = threading.Barrier(32, timeout=10)  # breaks if they come one by one
+
+    def urlopen(request, timeout):
+        together.wait()
+        question = json.loads(request.data)["messages"][0]["content"]
+        return reply_of(f"Score: {int(question.split()[0]) % 10}")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    scores = readme.judge(prompts=list(map(str, range(32))), completions=["a"] * 32)
+    assert scores == [i % 10 / 10 for i in range(32)]  # in the order of the questions
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[-1].content }}<eos>"])
+def test_the_reward_model_of_the_readme(readme, tmp_path, template):
+    _, tokenizer = grpo.tiny_model(0)
+    tokenizer.bos_token, tokenizer.pad_token = "#", None
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    options = SMALL | HEADS | dict(intermediate_size=48, initializer_range=0.5)
+    config = transformers.Qwen2Config(vocab_size=47, num_labels=1, **options)
+    model = transformers.Qwen2ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    readme.REWARD_MODEL = str(tmp_path)
+    texts = ["so " * (7 * i % 10) + str(i) for i in range(20)]  # two batches
+    expected = []
+    for text in texts:  # the last token's score, without padding
+        ids = tokenizer(text + "<eos>" * bool(template), return_tensors="pt").input_ids
+        hidden = model.model(ids).last_hidden_state
+        expected.append(model.score(hidden[:, -1]).item())
+    for _ in range(2):
+        scores = readme.reward_model([""] * 20, texts, messages=[[]] * 20)
+        assert scores == pytest.approx(expected, abs=1e-4)
+    assert readme.load_reward_model.cache_info().misses == 1
 
 
 # ------------------------------------------------------------------------- code reward
@@ -1688,12 +2044,9 @@ def test_code_sees_no_environment(monkeypatch):
 
 
 def test_without_bubblewrap_the_code_reward_is_refused(monkeypatch):
-    for owner, name, value in (
-        (grpo, "SANDBOX", "false"),  # it does not work, or is not there
-        (shutil, "which", lambda name, path: None),
-    ):
-        monkeypatch.setattr(owner, name, value)
-        with pytest.raises(grpo.Error, match="bubblewrap.*--unsafe-code"):
+    for command, words in (("no-such-command", "not found"), ("ls --no-such", "ls: ")):
+        monkeypatch.setattr(grpo, "SANDBOX", command)  # it is not there, or not allowed
+        with pytest.raises(grpo.Error, match=f"{words}.*bubblewrap.*--unsafe-code"):
             grpo.load_rewards(["code"])
 
 
@@ -1716,7 +2069,7 @@ def some(completions, **columns):  # the mean of three 0.1 is a bit more
     return [0.1, None, 0.1, 0.1] * (len(completions) // 4) or [0.1] * len(completions)
 """
 METRICS = """step loss reward reward_std rewards/accuracy kl clip_fraction grad_norm
-completion_length truncated_fraction zero_std_fraction learning_rate num_tokens
+skipped completion_length truncated_fraction zero_std_fraction learning_rate num_tokens
 rollout_seconds update_seconds step_seconds peak_memory_gb"""
 
 
@@ -1734,7 +2087,18 @@ def varied(tmp_path):
 def train(folder, *options):
     """A run in this process."""
     words = " ".join(map(str, options)).split()
+    grpo.import_file.cache_clear()  # as in a process of its own
     grpo.train(grpo.parse_args([*words, "--output-dir", str(folder)]))
+
+
+@pytest.fixture(autouse=True)
+def forget_modules():
+    """Files of rewards: other tests have others of the same name."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    sys.modules.pop("neighbour", None)
+    grpo.import_file.cache_clear()
 
 
 def start(*options, **how):
@@ -1800,23 +2164,47 @@ def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path):
     assert metrics_of(tmp_path / "run")[-1]["eval/reward"] == pytest.approx(0.1)
 
 
-def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path):
-    train(tmp_path, QUICK, "--dtype float32")  # also where there is a GPU
+def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied):
+    handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+    options = "--dtype float32 --temperature 0.7 --max-completion-length 1"
+    train(tmp_path, QUICK, varied, options)
+    assert handlers == [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 3]
     rows = [row for row in rows if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["learning_rate"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3])
+    with open(tmp_path / "completions.jsonl") as lines:
+        completions = [json.loads(line) for line in lines]
+    for step in (1, 3):
+        row = rows[step - 1]
+        mine = [x for x in completions if x["step"] == step]
+        scores = torch.tensor([sum(map(ord, x["completion"])) % 7 / 7 for x in mine])
+        exact = [float(x["completion"] == str(x["answer"])) for x in mine]
+        total = scores + torch.tensor(exact)
+        groups = total.view(4, 4)
+        assert row["rewards/varied"] == pytest.approx(scores.mean().item())
+        assert row["rewards/accuracy"] == pytest.approx(sum(exact) / 16)
+        assert row["reward"] == pytest.approx(total.mean().item())
+        assert row["reward_std"] == pytest.approx(groups.std(1).mean().item())
+        assert scores.std() > 0.1
+        advantages = [x["advantage"] for x in mine]
+        expected = grpo.group_advantages(total, 4)
+        assert advantages == pytest.approx(expected.tolist(), abs=1e-5)
+        finished = [x["finished"] for x in mine]
+        assert row["truncated_fraction"] == pytest.approx(1 - sum(finished) / 16)
+        assert [x["reward"] for x in mine] == pytest.approx(total.tolist())
+        assert all(x["prompt"].endswith("=") for x in mine)
     for row in rows:
         assert row["num_tokens"] == pytest.approx(16 * row["completion_length"])
-        assert row["reward"] == row["rewards/accuracy"]
         assert row["loss"] == pytest.approx(0.04 * row["kl"], abs=1e-6)
+    assert rows[2]["kl"] > 1e-4 and rows[0]["skipped"] == 0
     *_, last = (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1]
     last = json.loads(last)
     assert set(METRICS.split()) <= last.keys()
     seconds = last["rollout_seconds"] + last["update_seconds"]
     assert last["step_seconds"] == pytest.approx(seconds)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(grpo.Error, match="of another run"):
         train(tmp_path, QUICK)
 
 
@@ -1840,21 +2228,18 @@ ARCHITECTURES = dict(
 )
 
 
-def test_rotary_angles_that_depend_on_the_length_are_refused_where_it_is_reached(
-    tmp_path,
-):
+def test_a_model_that_fails_before_its_first_step_blocks_no_other(tmp_path, varied):
+    """Rotary angles that depend on the length, once it is reached."""
     rope = LONG_ROPE | dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
-    options = dict(rope_parameters=rope, initializer_range=0.3)
-    options |= SMALL | HEADS | dict(original_max_position_embeddings=16)
-    save_model(tmp_path, "phi3", **options)
-    for length, refused in ((8, False), (9, True)):
-        config = grpo.Config(max_prompt_length=8, max_completion_length=length)
-        run = SimpleNamespace(config=config, device=torch.device("cpu"))
-        if refused:
-            with pytest.raises(grpo.Error, match="change with the length"):
-                grpo.load(run, str(tmp_path))
-        else:
-            grpo.load(run, str(tmp_path))
+    options = dict(rope_parameters=rope, original_max_position_embeddings=16)
+    save_model(tmp_path / "phi3", "phi3", **SMALL, **HEADS, **options)
+    options = f"--model {tmp_path}/phi3 --prompt-template {{question}} {varied}"
+    options += " --max-steps 0 --data"
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 99)
+    options += f" {tmp_path}/data.jsonl --max-completion-length"
+    with pytest.raises(grpo.Error, match="16 positions"):
+        train(tmp_path / "run", options, 13)
+    train(tmp_path / "run", options, 12)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -1887,20 +2272,24 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
     data.write_text("".join(row % (i, i, i) for i in range(9)))
     losses = []
 
-    def update(run, learning_rate, batch, advantages, update=grpo.update):
+    def update(run, batch, advantages, learning_rate, update=grpo.update):
         for prompt_ids, ids in zip(batch[0], batch[2]):
             i = run.tokenizer.decode(prompt_ids)[0]
             assert run.tokenizer.decode(ids) == f"{i}{i}<eos>"
         assert batch[3].all() and (advantages == 1).all()
-        logp = run.policy.token_logprobs(*batch)
-        metrics = update(run, learning_rate, batch, advantages)
+        logp = slow_logprobs(run.policy, *batch)
+        metrics = update(run, batch, advantages, learning_rate)
         assert metrics["entropy"] == pytest.approx(-logp.mean().item(), rel=1e-4)
         losses.append(metrics["entropy"])
         return metrics
 
     monkeypatch.setattr(grpo, "update", update)
-    train(tmp_path / "run", QUICK, f"--data {data} --sft-steps 9 --max-steps 0")
-    assert losses[-1] < losses[0] - 1
+    train(
+        tmp_path / "run",
+        QUICK,
+        f"--data {data} --sft-steps 9 --max-steps 0 --temperature 0.7",
+    )
+    assert losses[-1] < losses[0] - 1  # and no evaluation, hence no metrics
 
 
 @pytest.mark.parametrize("start", ["--sft-steps 2", "--sft-steps 0 --model {model}"])
@@ -1988,21 +2377,23 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(
 
 
 def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
-    options = SIX_STEPS, varied, "--max-steps 9 --save-every 1"
+    """In a step, or in the midst of saving; the second time it may be over."""
+    options = SIX_STEPS, varied, "--max-steps 30 --save-every 1"
     assert start(*options, "--output-dir", tmp_path / "whole").wait() == 0
     killed = tmp_path / "killed"
-    words = *options, "--max-steps 8 --output-dir", killed
-    moments = random.Random(time.time_ns())
+    words = *options, "--output-dir", killed
     for num_steps in (2, 5):
         process = start(*words)
         while len(metrics_of(killed)) < num_steps and process.poll() is None:
             time.sleep(0.01)
-        time.sleep(moments.uniform(0, 0.3))  # in a step, or in the midst of saving
+        time.sleep(random.Random(time.time_ns()).uniform(0, 0.3))
         process.kill()
-        assert process.wait() == -signal.SIGKILL, process.stderr.read()
-        words = "--max-steps 9 --resume", killed
-    assert start("--resume", killed).wait() == 0
+        process.wait()
+        words = "--resume", killed
+    (killed / "partial-checkpoint-9").mkdir(exist_ok=True)
+    assert start(*words).wait() == 0
     assert end_of(killed) == end_of(tmp_path / "whole")
+    assert not list(killed.glob("partial-*"))
 
 
 def test_a_signal_finishes_the_step_and_saves(tmp_path):
@@ -2031,9 +2422,30 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     assert process.wait(20) == -signal.SIGTERM
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, varied):
-    with pytest.raises(grpo.Error, match="gradient's norm is (nan|inf)"):
-        train(tmp_path, QUICK, varied, "--learning-rate 1e30")
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(tmp_path, varied):
+    train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
+    resume = ["--resume", str(tmp_path), "--max-steps", "20", "--learning-rate"]
+    with pytest.raises(grpo.Error, match="step 5 .* not saved.*: .*checkpoint-4$"):
+        grpo.train(grpo.parse_args([*resume, "1e30"]))
+    assert [x.name for x in grpo.checkpoints(tmp_path)] == ["checkpoint-4"]
+    grpo.train(grpo.parse_args([*resume, "1e-3"]))
+    assert [x.name for x in grpo.checkpoints(tmp_path)] == ["checkpoint-20"]
+
+
+def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch):
+    norms = [1.0, math.nan, 1.0, math.nan, math.inf, math.nan, math.nan, math.nan]
+    collect = grpo.collect_gradient
+    monkeypatch.setattr(
+        grpo, "collect_gradient", lambda run: norms.pop(0) * collect(run)
+    )
+    with pytest.raises(grpo.Error, match="five steps in a row"):
+        options = "--max-steps 20 --sft-steps 0 --eval-every 0"
+        norms.append(1.0)  # when it is saved
+        train(tmp_path, QUICK, varied, options)
+    rows = metrics_of(tmp_path)
+    assert [row["skipped"] for row in rows] == [0, 1, 0, 1, 1, 1, 1, 1]
+    assert rows[1]["grad_norm"] is None  # which JSON has, unlike NaN
+    assert [x.name for x in grpo.checkpoints(tmp_path)] == ["checkpoint-8"]
 
 
 MISTAKES = """--model no/such/folder | no/such/folder
@@ -2043,22 +2455,34 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --reward nonsense | --reward nonsense
 --beta nan | --beta
 --output-dir /proc/nowhere | /proc/nowhere
---resume {folder}/none | config.json
---resume {folder} --model no/such/folder | no/such/folder
+--data {folder}/array.json | one object a line
+--data {folder}/empty.jsonl | empty.jsonl: no rows
+--data {folder}/latin-1.jsonl | latin-1.jsonl
+--resume {folder}/none | options.json
+--resume {folder} --model no/such/folder | its own --model
+--learning-rate inf | --learning-rate
+--reward accuracy =0.2 | --reward =0.2
 --prompt-template 1+1= | {{question}}
 --chat-template on | --chat-template
 --prompts-per-step 5000 | prompts-per-step
 --max-prompt-length 2 | only 0 rows
+--max-completion-length 40000 | positions
 --data {folder}/no-answers.jsonl --reward format --sft-steps 1 | only 0 rows"""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.splitlines())
 def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "options.json").write_text("{}")
+    (tmp_path / "array.json").write_text('[\n{"prompt": "1+1=", "answer": 2}\n]')
+    (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "no-answers.jsonl").write_text('{"prompt": "1+1="}\n' * 100)
     (tmp_path / "latin-1.jsonl").write_bytes(b"\xe9")
     options, message = mistake.format(folder=tmp_path).split(" | ")
-    words = f"grpo.py --sft-steps 0 --output-dir {tmp_path}/run {options}".split()
+    if "--resume" not in options and "--output-dir" not in options:
+        options += f" --output-dir {tmp_path}/run"
+    if "--sft-steps" not in options and "--resume" not in options:
+        options += " --sft-steps 0"
+    words = ["grpo.py", *options.split()]
     monkeypatch.setattr(sys, "argv", words)
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
@@ -2068,7 +2492,7 @@ def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     error = stop.value.code
     assert error.startswith("grpo.py: ") and message in error
     assert "\n" not in error
-    assert (tmp_path / "config.json").read_text() == "{}"  # as it was
+    assert (tmp_path / "options.json").read_text() == "{}"  # as it was
 
 
 def test_the_header_names_the_packages_of_requirements_txt():
@@ -2081,41 +2505,47 @@ def test_the_header_names_the_packages_of_requirements_txt():
 
 # ------------------------------------------------------------------- several processes
 
-GRADIENTS = [  # what speaks against shared prompts, options
-    ("", dict()),
-    ("", dict(loss_type="dapo")),
-    ("", dict(loss_type="dr_grpo", importance_sampling_level="sequence")),
-    ("", dict(beta=0.0)),
-    ("asked", dict()),
+GRADIENTS = [  # whether prompts are shared, options
+    (True, dict()),
+    (True, dict(loss_type="dapo")),
+    (True, dict(loss_type="dr_grpo", importance_sampling_level="sequence")),
+    (True, dict(beta=0.0)),
+    (False, dict()),
 ]
-# Of 4 groups; the second rank has short ones, and so fewer micro-batches.
-LENGTHS = [6, 5, 6, 3], [1, 2, 1, 1], [6, 6, 2, 4], [1, 2, 2, 1]
+# Of 4 groups; the second rank has completions of one token, and fewer micro-batches.
+LENGTHS = [6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]
 
 
-def gradients(obstacle, options):
+def gradients(share_prompts, options):
     """The entropy and those of an update on 4 prompts, of which this has its part."""
     config = grpo.Config(
         micro_batch_tokens=20, max_completion_length=6, dtype="float32", **options
     )
-    run = SimpleNamespace(config=config, device=grpo.join_ranks())
-    with mock.patch.object(grpo, "sharing_obstacle", return_value=obstacle):
-        grpo.load(run, "tiny")
-    if run.reference:
-        other = grpo.tiny_model(1)[0].to(run.device).requires_grad_(False)
-        run.reference = functools.partial(grpo.token_logprobs, other)
+    device = grpo.join_ranks()
+    logprobs = grpo.token_logprobs if share_prompts else grpo.plain_logprobs
+    models = [(grpo.tiny_model(seed)[0].to(device), None, [0]) for seed in (0, 1)]
+    with mock.patch.multiple(
+        grpo,
+        choose_paths=lambda model: (logprobs, share_prompts, True),
+        load_model=mock.Mock(side_effect=models),
+    ):
+        run = grpo.load(config, "tiny", device, Path("nowhere"), rewards={})
     prompts, completions, advantages = [], [], []
     for i in range(grpo.RANK, 4, grpo.WORLD_SIZE):
         rng = random.Random(i)
-        prompts.append(rng.choices(range(2, 50), k=i + 1))
+        prompts.append(rng.choices(range(2, 47), k=i + 1))
         for length in LENGTHS[i]:
-            completions.append(rng.choices(range(2, 50), k=length))
+            completions.append(rng.choices(range(2, 47), k=length))
             advantages.append(rng.gauss())
     prompts = grpo.pad(prompts, "left", run.device)
     completions = grpo.pad(completions, "right", run.device)
-    run.optimizer.step = lambda *args: 0.0  # leaves the gradients where they are
-    metrics = grpo.update(run, 1e-3, (*prompts, *completions), torch.tensor(advantages))
-    grads = [grpo.whole(param.grad).cpu() for param in run.optimizer.moments]
-    return [torch.tensor(grpo.average(metrics["entropy"])), *grads]
+    batch = grpo.Batch(*prompts, *completions)
+    advantages = torch.tensor(advantages)[:, None].expand(batch.mask.shape)
+    run.optimizer.collect = lambda: math.nan  # leaves the gradients where they are
+    metrics = grpo.update(run, batch, advantages, 1e-3)
+    grads = [grpo.whole(param.grad).cpu() for param in run.optimizer.params]
+    means = grpo.average(dict(entropy=metrics["entropy"], kl=metrics["kl"]))
+    return [torch.tensor([*means.values()]), *grads]
 
 
 def on_each_rank(folder):
