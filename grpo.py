@@ -415,12 +415,16 @@ def train_step(run, train_rows, step):
 
     # 6. measure it
     rewards = scores.columns["reward"].view(-1, num_generations)  # (B, G)
+    columns = dict(
+        scores.columns,
+        reward_std=rewards.std(1),
+        zero_std_fraction=rewards.amax(1) == rewards.amin(1),
+        completion_length=batch.mask.sum(1),
+        truncated_fraction=~torch.tensor(scores.finished),
+    )
+    for name, column in columns.items():
+        metrics[name] = column.double().mean().item()
     metrics.update(
-        {name: column.mean().item() for name, column in scores.columns.items()},
-        reward_std=rewards.std(1).mean().item(),
-        zero_std_fraction=(rewards.amax(1) == rewards.amin(1)).double().mean().item(),
-        completion_length=batch.mask.sum(1).double().mean().item(),
-        truncated_fraction=1 - sum(scores.finished) / len(scores.finished),
         learning_rate=learning_rate,
         rollout_seconds=rollout_end - start,
         update_seconds=end - rollout_end,
@@ -579,7 +583,7 @@ def token_logprobs(
     Each prompt runs once. Its completions go on from G copies of its key-value cache;
     the copies are ordinary tensors that depend on the weights, so gradients flow
     through them into the prompt. `own_logits` takes the logits from the model where
-    they are not `weight @ hidden`. `choose_logprobs` tells what a model bears.
+    they are not `weight @ hidden`. `choose_paths` tells what a model bears.
     Needs `forward`, `positions`, `logprobs_of_hidden`, `logprobs_of_logits`,
     `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math` and `inspect`."""
     num_prompts, length = len(prompt_ids), completion_ids.shape[1]
@@ -658,7 +662,7 @@ class Scores:
 
     texts: list
     finished: list  # whether each has ended by EOS
-    columns: dict  # "reward", the weighted sum, and each "rewards/<name>": (N,) float64
+    columns: dict  # "reward", the weighted sum, and each "rewards/<name>": (N,)
     outcome: torch.Tensor  # (N,) float32, weighted sum of what is one number
     step_rewards: list  # N lists of weighted rewards of steps
     step_ends: list  # N lists: the index of each step's last token
@@ -670,55 +674,53 @@ def score_completions(run, rows, batch):
     mean of its group; or a list of numbers, one for each step."""
     num_generations = len(batch.mask) // len(rows)
     ids = [x[:n] for x, n in zip(batch.completion_ids.tolist(), batch.mask.sum(1))]
-    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    finished = [x[-1] in run.eos_token_ids for x in ids]
     steps = [split_steps(run.tokenizer, x) for x in ids]
-    columns = dict(completions=texts, completion_ids=ids, finished=finished)
-    columns["steps"] = [[text for text, _ in x] for x in steps]
+    columns = dict(
+        completions=run.tokenizer.batch_decode(ids, skip_special_tokens=True),
+        completion_ids=ids,
+        finished=[x[-1] in run.eos_token_ids for x in ids],
+        steps=[[text for text, _ in x] for x in steps],
+    )
     for column in rows[0].keys() - columns.keys():
         columns[column] = [row[column] for row in rows for _ in range(num_generations)]
-    zeros = torch.zeros(len(texts), dtype=torch.float64)
-    scores = Scores(
-        texts=texts,
-        finished=finished,
-        columns=dict(reward=zeros),
-        outcome=zeros,
-        step_rewards=[[] for _ in texts],
-        step_ends=[[] for _ in texts],
-    )
+    reward = outcome = torch.zeros(len(ids), dtype=torch.float64)
+    by_name = {}
+    step_rewards = [[] for _ in ids]
+    step_ends = [[] for _ in ids]
     for name, (function, weight) in run.rewards.items():
         with failing_together(f"the reward {name} failed"):
             values = function(**copy.deepcopy(columns))
-            if hasattr(values, "tolist"):  # a tensor or an array
-                values = values.tolist()
-            if not isinstance(values, list) or len(values) != len(texts):
-                raise ValueError(f"it must return a list of {len(texts)} values")
+            if not isinstance(values, (list, torch.Tensor)) or len(values) != len(ids):
+                raise ValueError(f"it must return a list of {len(ids)} values")
             by_step = any(isinstance(value, list) for value in values)
             means = []
             for i, value in enumerate(values):
-                if value is None:
-                    means.append(math.nan)
-                    continue
-                numbers = [float(number) for number in (value if by_step else [value])]
+                numbers = [] if value is None else value if by_step else [value]
+                numbers = [float(number) for number in numbers]
                 if not all(map(math.isfinite, numbers)):
                     raise ValueError(f"{value!r} is not finite")
-                means.append(sum(numbers) / max(1, len(numbers)))
-                if by_step and len(numbers) != len(steps[i]):
-                    raise ValueError(f"{value!r} for {len(steps[i])} steps")
-                if by_step and weight:  # else it is only logged
-                    scores.step_rewards[i] += [weight * number for number in numbers]
-                    scores.step_ends[i] += [end for _, end in steps[i]]
+                means.append(sum(numbers) / len(numbers) if numbers else math.nan)
+                if by_step and numbers and weight:  # else it is only logged
+                    ends = [end for _, end in steps[i]]
+                    if len(numbers) != len(ends):
+                        raise ValueError(f"{value!r} for {len(ends)} steps")
+                    step_rewards[i] += [weight * number for number in numbers]
+                    step_ends[i] += ends
             groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
             for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):
                 groups = torch.where(groups.isnan(), judged_mean, groups)
-            filled = groups.flatten().nan_to_num()
-            scores.columns[f"rewards/{name}"] = filled
-            scores.columns["reward"] = scores.columns["reward"] + weight * filled
-            if not by_step:
-                scores.outcome = scores.outcome + weight * filled
-    scores.columns["reward"] = scores.columns["reward"].float()  # 0.1 + 0.2 is 0.3
-    scores.outcome = scores.outcome.float()
-    return scores
+        by_name[f"rewards/{name}"] = groups.flatten().nan_to_num()
+        reward = reward + weight * by_name[f"rewards/{name}"]
+        if not by_step:
+            outcome = outcome + weight * by_name[f"rewards/{name}"]
+    return Scores(
+        texts=columns["completions"],
+        finished=columns["finished"],
+        columns=dict(reward=reward.float(), **by_name),  # float32: 0.1 + 0.2 is 0.3
+        outcome=outcome.float(),
+        step_rewards=step_rewards,
+        step_ends=step_ends,
+    )
 
 
 def split_steps(tokenizer, ids):
@@ -749,34 +751,33 @@ class Part:
 
     batch: Batch
     advantages: torch.Tensor  # (n, c)
-    ref_logp: torch.Tensor | None  # (n, c) of the reference
+    ref_logp: torch.Tensor | None = None  # (n, c) of the reference
     old_logp: torch.Tensor | None = None  # (n, c) before the first update
 
 
 def update(run, batch, advantages, learning_rate):
     """num_iterations (mu) AdamW steps on one rollout, whose advantages are (N, C) ->
     metrics, those of tokens as means over all of them."""
-    config = run.config
+    num_iterations = run.config.num_iterations
     parts = prepare_parts(run, batch, advantages.to(run.device))
-    num_live_tokens = sum(part.batch.mask.sum().item() for part in parts)
+    live = sum(part.batch.mask.sum().item() for part in parts)
     # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
-    counts = average(dict(all=batch.mask.sum().item(), live=num_live_tokens))
-    metrics = defaultdict(float, num_tokens=counts["all"] * WORLD_SIZE)
-    for _ in range(config.num_iterations):
+    num_tokens = average(dict(all=batch.mask.sum().item(), live=live))
+    metrics = dict(num_tokens=num_tokens["all"] * WORLD_SIZE, skipped=0, loss=0)
+    for _ in range(num_iterations):
         for part in parts:
-            loss, part_metrics = part_loss(run, part, len(batch.mask), counts["all"])
+            loss, means = part_loss(run, part, len(batch.mask), num_tokens["all"])
             loss.backward()
-            metrics["loss"] += loss.item() / config.num_iterations
-            share = part.batch.mask.sum().item() / counts["live"]
-            for name, value in part_metrics.items():
-                metrics[name] += share * value.item() / config.num_iterations
+            metrics["loss"] += loss.item() / num_iterations
+            share = part.batch.mask.sum().item() / num_tokens["live"] / num_iterations
+            for name, mean in means.items():
+                metrics[name] = metrics.get(name, 0) + share * mean.item()
         norm = collect_gradient(run)
         if math.isfinite(norm):
-            run.optimizer.step(learning_rate, norm, config.max_grad_norm)
+            run.optimizer.step(learning_rate, norm, run.config.max_grad_norm)
         else:
             metrics["skipped"] += 1
         metrics["grad_norm"] = norm
-    metrics["skipped"] += 0  # in every row
     return metrics
 
 
@@ -796,11 +797,11 @@ def prepare_parts(run, batch, advantages):
     for numbers in cut_micro_batches(
         row_numbers, prompt_lengths, lengths, run.micro_batch_tokens
     ):
-        part_batch = take_rows(batch, numbers)
-        num_columns = part_batch.mask.shape[1]
-        part_advantages = advantages[numbers.flatten(), :num_columns]
-        parts.append(Part(part_batch, part_advantages, ref_logp=None))
-    add_empty_parts(parts)
+        part = take_rows(batch, numbers)
+        num_columns = part.mask.shape[1]
+        parts.append(Part(part, advantages[numbers.flatten(), :num_columns]))
+    if WORLD_SIZE > 1:
+        add_empty_parts(parts)
     for part in parts:
         part.ref_logp = reference_logprobs(run, part.batch)
     for param in run.optimizer.params:  # a sum of bfloat16 gradients loses small ones
@@ -994,18 +995,18 @@ def finish_step(run, record):
     run.num_skipped = run.num_skipped + 1 if record["skipped"] else 0
     if run.num_skipped == 5:
         raise Error("the gradients of five steps in a row were not finite")
-    if run.step == 10 and all(
-        row.get("zero_std_fraction", 1) == 1 for row in read_metrics(run.output_dir)
-    ):
-        print0(
-            "note: in ten steps no group had two different rewards, so nothing is"
-            " learnt: look at completions.jsonl, and try easier data,"
-            " another --prompt-template, more --num-generations or --sft-steps"
-        )
-    save_every = run.config.save_every
-    if save_every and run.step % save_every == 0:
+    if run.step == 10:
+        rows = read_metrics(run.output_dir)
+        if all(row.get("zero_std_fraction", 1) == 1 for row in rows):
+            print0(NOTHING_TO_LEARN)
+    if run.config.save_every and run.step % run.config.save_every == 0:
         save(run)
     run.stop = max(all_gather(run.stop))  # a signal to any rank stops them all
+
+
+NOTHING_TO_LEARN = """note: in ten steps no group had two different rewards: nothing is
+learnt. See completions.jsonl; try easier data, another --prompt-template, more
+--num-generations, or --sft-steps."""
 
 
 def set_up(config, device, output_dir):
@@ -1034,7 +1035,22 @@ def set_up(config, device, output_dir):
     if not eval_rows:
         print0("note: no rows are held out, so nothing is evaluated: see --eval-data")
     print0(f"the first prompt: {[row['prompts'] for row in train_rows[:1]]}")
+    if config.report_to and RANK == 0:
+        run.tracker = start_tracker(config, output_dir.name)
     return run, train_rows, eval_rows
+
+
+def start_tracker(config, name):
+    """wandb or trackio, which share an interface. Resuming goes on in the same run."""
+    tracker = importlib.import_module(config.report_to)
+    os.environ["WANDB_RUN_ID"] = name  # trackio knows a run by its name
+    tracker.init(
+        project="grpo",
+        name=name,
+        config=vars(config),
+        resume="allow" if config.resume else "never",
+    )
+    return tracker
 
 
 def sft(config, device, output_dir, rows):
@@ -1092,22 +1108,23 @@ def log_completions(run, step, rows, scores, advantages, mask):
     with open(run.output_dir / "completions.jsonl", "a") as lines:
         for i, text in enumerate(scores.texts):
             row = rows[i // num_generations]
+            rewards = {
+                name: column[i].item() for name, column in scores.columns.items()
+            }
             record = dict(
                 step=step,
                 prompt=row["prompts"],
                 completion=text,
                 answer=row["answer"],
-                **{name: column[i].item() for name, column in scores.columns.items()},
                 advantage=advantages[i],
                 finished=scores.finished[i],
+                **rewards,
             )
             print(json.dumps(record, default=str), file=lines)
-            if i % num_generations == 0 and i < 3 * num_generations:
-                question = row["messages"][-1]["content"][-200:]
-                rewards = {x: y for x, y in record.items() if x.startswith("reward")}
-                answer = str(row["answer"])[-30:]
-                shown = text if len(text) < 300 else f"{text[:140]} … {text[-140:]}"
-                print0(f"{question!r} (answer {answer!r}) -> {shown!r} {rewards}")
+            if i in (0, num_generations, 2 * num_generations):
+                question, answer = str(row["prompt"])[-200:], str(row["answer"])[-30:]
+                text = f"{text[:99]} … {text[-99:]}" if len(text) > 200 else text
+                print0(f"{question!r} ({answer!r}) -> {text!r} {rewards}")
 
 
 def log(run, record):
@@ -1117,14 +1134,13 @@ def log(run, record):
         with open(run.output_dir / "metrics.jsonl", "a") as lines:
             print(json.dumps(finite), file=lines)
         if run.tracker:
-            run.tracker.log(finite, step=record["step"])
+            run.tracker.log(finite, step=finite.pop("step"))
 
 
 def read_metrics(folder):
     """The rows of a folder's metrics.jsonl."""
     file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines]
+    return [json.loads(x) for x in file.open()] if file.exists() else []
 
 
 def conclude(run):
@@ -1217,6 +1233,8 @@ def read_rows(source, rewards):
             if NEED_ANSWERS & rewards.keys():
                 check_answer(answer, "accuracy" in rewards)
             rows.append({**row, "prompt": prompt, "answer": answer})
+        except Error as error:
+            raise Error(f"{source}:{number}: {error}") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             faults.append(f"{source}:{number}: not a row of data: {error!r}")
     if not rows:
@@ -1746,11 +1764,10 @@ def load(config, name, device, output_dir, rewards):
         reference = model  # without its adapters
     elif config.beta:
         reference, _, _ = load_model(name, device, config.seed)
+        for param in reference.parameters():
+            param.data = param.data.to(dtype)
         if WORLD_SIZE > 1:
             shard(reference, logprobs, dtype, is_policy=False)
-        for param in reference.parameters():
-            if WORLD_SIZE == 1:
-                param.data = param.data.to(dtype)
     print0(f"{name}: {model.num_parameters():,} weights, {dtype}, {device}")
     return Run(
         config=config,
@@ -1831,10 +1848,10 @@ def all_gather(value):
     return values
 
 
-def average(metrics):
-    """The mean over the ranks of each number of a dict."""
-    ranks = all_gather(metrics)
-    return {name: sum(rank[name] for rank in ranks) / WORLD_SIZE for name in metrics}
+def average(numbers):
+    """The means over the ranks of a dict of numbers."""
+    ranks = all_gather(numbers)
+    return {name: sum(rank[name] for rank in ranks) / WORLD_SIZE for name in numbers}
 
 
 @contextlib.contextmanager
@@ -1891,9 +1908,9 @@ def shard(model, logprobs, dtype, is_policy):
     fsdp.register_fsdp_forward_method(model, "logprobs")
 
 
-def sharded_logprobs(model, *batch_and_temperature):
+def sharded_logprobs(model, *arguments):
     """The method that `shard` has made."""
-    return model.logprobs(*batch_and_temperature)
+    return model.logprobs(*arguments)
 
 
 # ------------------------------------------------------------------------- checkpoints
@@ -2006,25 +2023,22 @@ def checkpoints(output_dir):
 
 def restore(run):
     """Take the newest checkpoint's weights, optimizer and metrics, if there is one."""
-    metrics_file = run.output_dir / "metrics.jsonl"
-    found = checkpoints(run.output_dir)
-    if not found:
-        metrics_file.unlink(missing_ok=True)
-        return
-    folder = found[-1]
-    step = int(folder.name[11:])
-    file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
-    if not file.exists():
-        raise Error(f"no {file}: not of this run, or of another number of processes")
-    run.optimizer.load(torch.load(file, map_location="cpu", weights_only=True))
-    run.step = run.saved_step = step
-    run.num_updates = run.optimizer.num_steps
+    folder = [None, *checkpoints(run.output_dir)][-1]
+    rows = []
+    if folder:
+        file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
+        if not file.exists():
+            raise Error(f"no {file}: another number of processes, or no run")
+        run.optimizer.load(torch.load(file, map_location="cpu", weights_only=True))
+        run.num_updates = run.optimizer.num_steps
+        run.step = run.saved_step = int(folder.name[11:])
+        rows = read_metrics(folder)
+        print0(f"going on from {folder}")
     if RANK == 0:
-        with open(metrics_file, "w") as lines:
-            for row in read_metrics(folder):
-                if row["step"] < step or "loss" in row:  # it is evaluated again
+        with open(run.output_dir / "metrics.jsonl", "w") as lines:
+            for row in rows:
+                if "loss" in row or row["step"] < run.step:  # it is evaluated again
                     print(json.dumps(row), file=lines)
-    print0(f"going on from {folder}")
 
 
 # ------------------------------------------------------------- built-in task and model

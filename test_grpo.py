@@ -2166,7 +2166,9 @@ def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path):
 
 def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied):
     handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
-    options = "--dtype float32 --temperature 0.7 --max-completion-length 1"
+    options = (
+        "--dtype float32 --temperature 0.7 --max-completion-length 1 --sft-steps 0"
+    )
     train(tmp_path, QUICK, varied, options)
     assert handlers == [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
     rows = metrics_of(tmp_path)
