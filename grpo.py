@@ -75,12 +75,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
@@ -143,14 +138,12 @@ class Config:
     report_to: Literal["", "wandb", "trackio"] = ""  # a tracker that gets the metrics
 
     def __post_init__(self):
-        least = dict(prompts_per_step=1, num_generations=2, num_iterations=1)
-        least.update(max_completion_length=1, temperature=1e-9)
+        limits = dict(prompts_per_step=1, num_generations=2, num_iterations=1)
+        limits.update(max_completion_length=1, temperature=1e-9)  # of the others: 0
         for name, value in vars(self).items():
-            if not isinstance(value, (int, float)):
-                continue
-            if not least.get(name, 0) <= value < math.inf:
-                option = name.replace("_", "-")
-                raise Error(f"--{option} must be at least {least.get(name, 0)}")
+            least = limits.get(name, 0)
+            if isinstance(value, (int, float)) and not least <= value < math.inf:
+                raise Error(f"--{name.replace('_', '-')} must be at least {least}")
         if "{question}" not in (self.prompt_template or "{question}"):
             raise Error("--prompt-template must contain {question}")
 
@@ -472,47 +465,39 @@ def generate(
     row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
     model is in eval mode; its generation config has no part in it. `use_cache` False
     runs all tokens again for each new one: slow, right where a model's cache is not.
-    Needs `sample`, `positions`, `forward`, `LOOK_EVERY`, `F`, `DynamicCache` and
+    Needs `sample`, `forward`, `completion_mask`, `LOOK_EVERY`, `F`, `DynamicCache` and
     `inspect`."""
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
-    num_rows = len(prompt_ids) * num_generations
-    completion_ids = prompt_ids.new_full(
-        (num_rows, max_completion_length), eos_token_ids[0]
-    )
-    live = torch.arange(num_rows, device=prompt_ids.device)  # rows not yet finished
-    groups = live // num_generations  # the prompt of each row
-    finished = torch.zeros_like(live, dtype=torch.bool)
+    live = torch.arange(len(prompt_ids) * num_generations, device=eos.device)
+    groups = live // num_generations  # the prompt of each row that goes on
+    completion_ids = eos[0].repeat(len(live), max_completion_length)  # (N, C)
     cache = DynamicCache(config=model.config) if use_cache else None
-    attention_mask = prompt_mask
     ids = prompt_ids  # what the model reads next
+    attention_mask = prompt_mask
     for i in range(max_completion_length):
         output = forward(model, ids, attention_mask, cache, logits_to_keep=1)
         logits = output.logits[:, -1]
         if i == 0:  # the prompts have run once; their groups go on from there
             logits = logits[groups]  # (N, V)
-            ids = ids[groups]
-            attention_mask = attention_mask[groups]
             if use_cache:
                 cache.reorder_cache(groups)
-        sampled = sample(logits, temperature).masked_fill(finished, eos_token_ids[0])
-        completion_ids[live, i] = sampled
-        finished = torch.isin(sampled, eos)  # rows that have finished are given EOS
-        attention_mask = F.pad(attention_mask, (0, 1), value=True)
-        ids = torch.cat([ids, sampled[:, None]], 1)
+        completion_ids[live, i] = sample(logits, temperature)
         if i % LOOK_EVERY == 0:
+            finished = torch.isin(completion_ids[live, : i + 1], eos).any(1)
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
                 break
             if len(unfinished) < len(live):
                 live = live[unfinished]
-                ids = ids[unfinished]
-                finished = finished[unfinished]
-                attention_mask = attention_mask[unfinished]
+                groups = groups[unfinished]
                 if use_cache:
                     cache.reorder_cache(unfinished)
-        if use_cache:
-            ids = ids[:, -1:]
-    return completion_ids
+        ids = completion_ids[live, i : i + 1]
+        if not use_cache:
+            ids = torch.cat([prompt_ids[groups], completion_ids[live, : i + 1]], 1)
+        attention_mask = F.pad(prompt_mask[groups], (0, i + 1), value=True)
+    mask = completion_mask(completion_ids, eos_token_ids)  # some went on after EOS
+    return completion_ids.masked_fill(~mask, eos_token_ids[0])
 
 
 def sample(logits, temperature=1.0):
@@ -528,21 +513,17 @@ def sample(logits, temperature=1.0):
     return ids.clamp(max=logits.shape[1] - 1)  # NaN would give V; `update` reports it
 
 
-def positions(attention_mask):
-    """Position of each token, padding on the left not counted."""
-    return (attention_mask.cumsum(1) - 1).clamp(min=0)
-
-
 def forward(module, ids, attention_mask, cache=None, **options):
     """Run ids (N, L) after what `cache` holds, and add them to it. The mask is of both,
-    (N, …, L). Needs `positions` and `inspect`."""
+    (N, …, L); positions do not count padding on the left. Needs `inspect`."""
     parameters = inspect.signature(getattr(module, "forward", module)).parameters
     # Mamba 2 has a name of its own for its cache.
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return module(
         ids,
         attention_mask=attention_mask.long(),
-        position_ids=positions(attention_mask)[:, -ids.shape[1] :],
+        position_ids=positions[:, -ids.shape[1] :],
         use_cache=cache is not None,
         **{name: cache},
         **options,
@@ -553,15 +534,14 @@ def plain_logprobs(
     model, prompt_ids, prompt_mask, completion_ids, mask, temperature=1.0
 ):
     """What `token_logprobs` computes, by the model's own forward pass, in which each
-    completion runs with a prompt of its own. Needs `forward`, `positions`,
-    `logprobs_of_logits`, `F` and `inspect`."""
-    num_generations = len(completion_ids) // len(prompt_ids)
-    length = completion_ids.shape[1]
-    inputs = completion_ids[:, :-1]  # the last token predicts nothing
-    ids = torch.cat([prompt_ids.repeat_interleave(num_generations, 0), inputs], 1)
-    attention_mask = torch.cat(  # padding behind a token is never seen: it may be True
-        [prompt_mask.repeat_interleave(num_generations, 0), inputs >= 0], 1
-    )
+    completion runs with a prompt of its own. Needs `forward`, `logprobs_of_logits`, `F`
+    and `inspect`."""
+    num_rows, length = completion_ids.shape
+    groups = torch.arange(num_rows, device=mask.device) // (num_rows // len(prompt_ids))
+    # The last token predicts nothing.
+    ids = torch.cat([prompt_ids[groups], completion_ids[:, :-1]], 1)
+    # Padding behind a token is never seen: its mask may be True.
+    attention_mask = F.pad(prompt_mask[groups], (0, length - 1), value=True)
     output = forward(model.forward, ids, attention_mask, logits_to_keep=length)
     logits = output.logits[:, -length:]  # (N, C, V): from the prompt's last token on
     return logprobs_of_logits(logits, completion_ids, mask, temperature)
@@ -584,11 +564,10 @@ def token_logprobs(
     the copies are ordinary tensors that depend on the weights, so gradients flow
     through them into the prompt. `own_logits` takes the logits from the model where
     they are not `weight @ hidden`. `choose_paths` tells what a model bears.
-    Needs `forward`, `positions`, `logprobs_of_hidden`, `logprobs_of_logits`,
-    `LogNormaliser`, `AT_ONCE`, `DynamicCache`, `F`, `math` and `inspect`."""
-    num_prompts, length = len(prompt_ids), completion_ids.shape[1]
-    groups = torch.arange(num_prompts, device=prompt_ids.device)
-    groups = groups.repeat_interleave(len(completion_ids) // num_prompts)  # (N,)
+    Needs `forward`, `logprobs_of_hidden`, `logprobs_of_logits`, `LogNormaliser`,
+    `AT_ONCE`, `DynamicCache`, `F` and `inspect`."""
+    num_rows, length = completion_ids.shape
+    groups = torch.arange(num_rows, device=mask.device) // (num_rows // len(prompt_ids))
     module = model.forward if own_logits else model.base_model
     cache = DynamicCache(config=model.config)
     first = forward(module, prompt_ids, prompt_mask, cache)[0][:, -1:]  # (B, 1, H or V)
@@ -597,7 +576,7 @@ def token_logprobs(
     cache.update_recurrent_state = lambda state, *args, **options: state
     # The last token predicts nothing. Recurrent layers want two tokens at least.
     inputs = F.pad(completion_ids[:, :-1], (0, max(0, 3 - length)))
-    attention_mask = torch.cat([prompt_mask[groups], inputs >= 0], 1)
+    attention_mask = F.pad(prompt_mask[groups], (0, inputs.shape[1]), value=True)
     others = forward(module, inputs, attention_mask, cache)[0]
     # A prompt's last output predicts the first token of each of its completions.
     outputs = torch.cat([first[groups], others], 1)[:, :length]  # (N, C, H or V)
@@ -631,10 +610,10 @@ class LogNormaliser(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight):
         ctx.size = max(64, AT_ONCE // max(1, len(hidden)) // 64 * 64)
-        log_z = torch.tensor(-math.inf, device=hidden.device)
+        partial = []  # log_z of v words each: (M,)
         for words in weight.split(ctx.size):  # (v, H)
-            logits = (hidden @ words.t()).float()  # (M, v)
-            log_z = torch.logaddexp(log_z, logits.logsumexp(1))
+            partial.append((hidden @ words.t()).float().logsumexp(1))
+        log_z = torch.stack(partial).logsumexp(0)
         ctx.save_for_backward(hidden, weight, log_z)
         return log_z
 
@@ -645,11 +624,10 @@ class LogNormaliser(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(weight), ctx.size):
             part = slice(start, start + ctx.size)
-            words = weight[part]
-            logits = (hidden @ words.t()).float()
+            logits = (hidden @ weight[part].t()).float()
             softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
-            grad_logits = softmax.mul_(grad[:, None]).to(words.dtype)
-            grad_hidden += grad_logits @ words
+            grad_logits = softmax.mul_(grad[:, None]).to(weight.dtype)
+            grad_hidden += grad_logits @ weight[part]
             if grad_weight is not None:  # as with LoRA
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight
@@ -675,15 +653,16 @@ def score_completions(run, rows, batch):
     num_generations = len(batch.mask) // len(rows)
     ids = [x[:n] for x, n in zip(batch.completion_ids.tolist(), batch.mask.sum(1))]
     steps = [split_steps(run.tokenizer, x) for x in ids]
-    columns = dict(
+    repeated = [row for row in rows for _ in range(num_generations)]
+    columns = {name: [row[name] for row in repeated] for name in rows[0]}
+    columns.update(
         completions=run.tokenizer.batch_decode(ids, skip_special_tokens=True),
         completion_ids=ids,
         finished=[x[-1] in run.eos_token_ids for x in ids],
         steps=[[text for text, _ in x] for x in steps],
     )
-    for column in rows[0].keys() - columns.keys():
-        columns[column] = [row[column] for row in rows for _ in range(num_generations)]
-    reward = outcome = torch.zeros(len(ids), dtype=torch.float64)
+    reward = torch.zeros(len(ids), dtype=torch.float64)
+    outcome = torch.zeros_like(reward)
     by_name = {}
     step_rewards = [[] for _ in ids]
     step_ends = [[] for _ in ids]
@@ -693,26 +672,29 @@ def score_completions(run, rows, batch):
             if not isinstance(values, (list, torch.Tensor)) or len(values) != len(ids):
                 raise ValueError(f"it must return a list of {len(ids)} values")
             by_step = any(isinstance(value, list) for value in values)
-            means = []
+            means = torch.full_like(reward, math.nan)
             for i, value in enumerate(values):
-                numbers = [] if value is None else value if by_step else [value]
-                numbers = [float(number) for number in numbers]
-                if not all(map(math.isfinite, numbers)):
+                if value is None:
+                    continue
+                numbers = [float(x) for x in (value if by_step else [value])]
+                if not numbers:
+                    continue
+                means[i] = sum(numbers) / len(numbers)
+                if not means[i].isfinite():
                     raise ValueError(f"{value!r} is not finite")
-                means.append(sum(numbers) / len(numbers) if numbers else math.nan)
-                if by_step and numbers and weight:  # else it is only logged
-                    ends = [end for _, end in steps[i]]
-                    if len(numbers) != len(ends):
-                        raise ValueError(f"{value!r} for {len(ends)} steps")
+                if by_step and weight:  # else it is only logged
+                    if len(numbers) != len(steps[i]):
+                        raise ValueError(f"{value!r} for {len(steps[i])} steps")
                     step_rewards[i] += [weight * number for number in numbers]
-                    step_ends[i] += ends
-            groups = torch.tensor(means, dtype=torch.float64).view(-1, num_generations)
-            for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):
-                groups = torch.where(groups.isnan(), judged_mean, groups)
-        by_name[f"rewards/{name}"] = groups.flatten().nan_to_num()
-        reward = reward + weight * by_name[f"rewards/{name}"]
+                    step_ends[i] += [end for _, end in steps[i]]
+        groups = means.view(-1, num_generations)  # (B, G)
+        for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):
+            groups = groups.where(~groups.isnan(), judged_mean)
+        column = groups.flatten().nan_to_num()  # 0 where nothing at all is judged
+        by_name[f"rewards/{name}"] = column
+        reward += weight * column
         if not by_step:
-            outcome = outcome + weight * by_name[f"rewards/{name}"]
+            outcome += weight * column
     return Scores(
         texts=columns["completions"],
         finished=columns["finished"],
@@ -758,23 +740,23 @@ class Part:
 def update(run, batch, advantages, learning_rate):
     """num_iterations (mu) AdamW steps on one rollout, whose advantages are (N, C) ->
     metrics, those of tokens as means over all of them."""
-    num_iterations = run.config.num_iterations
-    parts = prepare_parts(run, batch, advantages.to(run.device))
+    config = run.config
+    parts = prepare_parts(run, batch, advantages)
     live = sum(part.batch.mask.sum().item() for part in parts)
     # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
     num_tokens = average(dict(all=batch.mask.sum().item(), live=live))
-    metrics = dict(num_tokens=num_tokens["all"] * WORLD_SIZE, skipped=0, loss=0)
-    for _ in range(num_iterations):
+    metrics = defaultdict(float, num_tokens=num_tokens["all"] * WORLD_SIZE, skipped=0)
+    for _ in range(config.num_iterations):
         for part in parts:
             loss, means = part_loss(run, part, len(batch.mask), num_tokens["all"])
             loss.backward()
-            metrics["loss"] += loss.item() / num_iterations
-            share = part.batch.mask.sum().item() / num_tokens["live"] / num_iterations
+            metrics["loss"] += loss.item() / config.num_iterations
+            share = part.batch.mask.sum().item() / num_tokens["live"]
             for name, mean in means.items():
-                metrics[name] = metrics.get(name, 0) + share * mean.item()
+                metrics[name] += share * mean.item() / config.num_iterations
         norm = collect_gradient(run)
         if math.isfinite(norm):
-            run.optimizer.step(learning_rate, norm, run.config.max_grad_norm)
+            run.optimizer.step(learning_rate, norm, config.max_grad_norm)
         else:
             metrics["skipped"] += 1
         metrics["grad_norm"] = norm
@@ -782,77 +764,36 @@ def update(run, batch, advantages, learning_rate):
 
 
 def prepare_parts(run, batch, advantages):
-    """The micro-batches of an update, with the log-probs of the reference."""
-    row_numbers = torch.arange(len(batch.mask)).view(
-        len(batch.prompt_ids), -1
-    )  # (B, G)
+    """The micro-batches of an update, with the log-probs of the frozen reference."""
+    num_prompts = len(batch.prompt_ids)
+    row_numbers = torch.arange(len(batch.mask)).view(num_prompts, -1)  # (B, G)
     if run.reference is None:  # a group whose advantages are all 0 has no gradient
-        live = advantages.cpu()[row_numbers].flatten(1).any(1)  # (B,)
+        live = advantages.reshape(num_prompts, -1).any(1)  # (B,)
         row_numbers = row_numbers[live] if live.any() else row_numbers[:1]
     prompt_lengths = batch.prompt_mask.sum(1).cpu()
     lengths = batch.mask.sum(1).cpu()
     if not run.share_prompts:  # each completion runs with a prompt of its own
-        lengths = lengths + prompt_lengths.max()
+        lengths += prompt_lengths.max()
     parts = []
     for numbers in cut_micro_batches(
         row_numbers, prompt_lengths, lengths, run.micro_batch_tokens
     ):
         part = take_rows(batch, numbers)
-        num_columns = part.mask.shape[1]
-        parts.append(Part(part, advantages[numbers.flatten(), :num_columns]))
-    if WORLD_SIZE > 1:
-        add_empty_parts(parts)
-    for part in parts:
-        part.ref_logp = reference_logprobs(run, part.batch)
+        part_advantages = advantages[numbers.flatten(), : part.mask.shape[1]]
+        parts.append(Part(part, part_advantages.to(run.device)))
+    add_empty_parts(parts)
+    if run.reference is not None:
+        without_adapters = contextlib.nullcontext()
+        if run.adapters:  # then it is the policy without them
+            without_adapters = run.adapters.disable_adapter()
+        with torch.no_grad(), without_adapters:
+            for part in parts:
+                part.ref_logp = run.logprobs(
+                    run.reference, *part.batch, run.config.temperature
+                )
     for param in run.optimizer.params:  # a sum of bfloat16 gradients loses small ones
         param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
     return parts
-
-
-def cut_micro_batches(row_numbers, prompt_lengths, lengths, max_tokens):
-    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens.
-    prompt_lengths: (B,), lengths of completions: (N,). Groups, and completions in each,
-    are sorted, longest first, to save padding. A single completion may exceed it."""
-    num_generations = len(lengths) // len(prompt_lengths)
-    order = lengths[row_numbers].argsort(1, descending=True)
-    row_numbers = row_numbers.gather(1, order)
-    row_numbers = row_numbers[lengths[row_numbers[:, 0]].argsort(descending=True)]
-
-    def cut(numbers):
-        longest_prompt = prompt_lengths[numbers[:, 0] // num_generations].max()
-        num_completion_tokens = numbers.numel() * lengths[numbers].max()
-        num_tokens = len(numbers) * longest_prompt + num_completion_tokens
-        if num_tokens <= max_tokens or numbers.numel() == 1:
-            return [numbers]
-        first, second = numbers.tensor_split(2, dim=0 if len(numbers) > 1 else 1)
-        return cut(first) + cut(second)
-
-    return cut(row_numbers)
-
-
-def take_rows(batch, row_numbers):
-    """The part of a batch with these row numbers, without columns of padding."""
-    prompts = row_numbers[:, 0] // (len(batch.mask) // len(batch.prompt_ids))
-    completions = row_numbers.flatten()
-    prompt_columns = batch.prompt_mask[prompts].any(0)  # (P,)
-    columns = batch.mask[completions].any(0)  # (C,)
-    return Batch(
-        batch.prompt_ids[prompts][:, prompt_columns],
-        batch.prompt_mask[prompts][:, prompt_columns],
-        batch.completion_ids[completions][:, columns],
-        batch.mask[completions][:, columns],
-    )
-
-
-def reference_logprobs(run, batch):
-    """Log-probs of the frozen reference: (N, C), or None without a KL term."""
-    if run.reference is None:
-        return None
-    without_adapters = contextlib.nullcontext()
-    if run.adapters:  # then it is the policy without them
-        without_adapters = run.adapters.disable_adapter()
-    with torch.no_grad(), without_adapters:
-        return run.logprobs(run.reference, *batch, run.config.temperature)
 
 
 def part_loss(run, part, num_sequences, num_tokens):
@@ -878,6 +819,41 @@ def part_loss(run, part, num_sequences, num_tokens):
     )
 
 
+def cut_micro_batches(row_numbers, prompt_lengths, lengths, max_tokens):
+    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens.
+    prompt_lengths: (B,), lengths of completions: (N,). Groups, and completions in each,
+    are sorted, longest first, to save padding. A single completion may exceed it."""
+    num_generations = len(lengths) // len(prompt_lengths)
+    order = lengths[row_numbers].argsort(1, descending=True)
+    row_numbers = row_numbers.gather(1, order)
+    row_numbers = row_numbers[lengths[row_numbers[:, 0]].argsort(descending=True)]
+
+    def cut(numbers):
+        longest_prompt = prompt_lengths[numbers[:, 0] // num_generations].max()
+        num_completion_tokens = numbers.numel() * lengths[numbers].max()
+        num_tokens = len(numbers) * longest_prompt + num_completion_tokens
+        if num_tokens <= max_tokens or numbers.numel() == 1:
+            return [numbers]
+        first, second = numbers.tensor_split(2, dim=0 if len(numbers) > 1 else 1)
+        return cut(first) + cut(second)
+
+    return cut(row_numbers)
+
+
+def take_rows(batch, row_numbers):
+    """The part of a batch with these row numbers, without columns of padding."""
+
+    def take(ids, mask, rows):
+        columns = mask[rows].any(0)
+        return ids[rows][:, columns], mask[rows][:, columns]
+
+    prompts = row_numbers[:, 0] // (len(batch.mask) // len(batch.prompt_ids))
+    return Batch(
+        *take(batch.prompt_ids, batch.prompt_mask, prompts),
+        *take(batch.completion_ids, batch.mask, row_numbers.flatten()),
+    )
+
+
 def collect_gradient(run):
     """Hand the gradient to the optimizer -> its norm, over all ranks."""
     for module in run.policy.modules():
@@ -896,15 +872,13 @@ class MasterAdamW:
     def __init__(self, model, dtype):
         self.dtype = dtype
         self.num_steps = 0
-        self.params = []
-        self.masters = []  # this rank's part of each, float32
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        # This rank's part of each, float32.
+        self.masters = [local(param.detach()) for param in self.params]
+        if dtype == torch.bfloat16:
+            for master in self.masters:
+                master.copy_(within_cell(master))
         for param in model.parameters():
-            if param.requires_grad:
-                master = local(param.detach())
-                if dtype == torch.bfloat16:
-                    master.copy_(within_cell(master))
-                self.params.append(param)
-                self.masters.append(master)
             if not isinstance(param, DTensor):
                 param.data = param.data.to(dtype)
         self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
@@ -912,19 +886,20 @@ class MasterAdamW:
     @torch.no_grad()
     def collect(self):
         """Move the gradients to the masters -> the norm of this rank's part."""
+        grads = []
         for param, master in zip(self.params, self.masters):
             if param.grad is not None:
                 master.grad = local(param.grad).float()
+                grads.append(master.grad)
                 param.grad = None
-        grads = [master.grad for master in self.masters if master.grad is not None]
         return get_total_norm(grads).item()
 
     @torch.no_grad()
     def step(self, learning_rate, norm, max_grad_norm):
         """Scale the gradient of this norm down to `max_grad_norm` (0: as it is), move
         the masters against it, round the weights to them, and free it."""
-        max_grad_norm = max_grad_norm or math.inf
-        clip_grads_with_norm_(self.masters, max_grad_norm, torch.tensor(norm))
+        longest = max_grad_norm or math.inf
+        clip_grads_with_norm_(self.masters, longest, torch.tensor(norm))
         self.adamw.param_groups[0]["lr"] = learning_rate
         self.num_steps += 1  # first, so that `save` never takes half a step
         self.adamw.step()
@@ -933,14 +908,17 @@ class MasterAdamW:
 
     def state(self):
         """What resuming needs of this rank's part."""
-        adamw = self.adamw.state_dict()
-        return dict(num_steps=self.num_steps, masters=self.masters, adamw=adamw)
+        return dict(
+            num_steps=self.num_steps,
+            masters=self.masters,
+            adamw=self.adamw.state_dict(),
+        )
 
     def load(self, state):
         """Go on from what `state` gave."""
         self.num_steps = state["num_steps"]
-        self.adamw.load_state_dict(state["adamw"])
-        for master, saved in zip(self.masters, state["masters"], strict=True):
+        self.adamw.load_state_dict(state["adamw"])  # raises if they are not as many
+        for master, saved in zip(self.masters, state["masters"]):
             master.copy_(saved)
         self.round()
 
@@ -965,8 +943,7 @@ def within_cell(weight):
 def train(config):
     """GRPO from the first prompt to the last checkpoint."""
     device = join_ranks()
-    output_dir = open_output_dir(config)
-    with lock(output_dir):
+    with open_output_dir(config) as output_dir:
         run, train_rows, eval_rows = set_up(config, device, output_dir)
         restore(run)
         steps = range(run.step + 1, config.max_steps + 1)
@@ -1087,15 +1064,17 @@ def evaluate(run, rows, step):
     # Every process has the same number of rows, and decodes no more than in training.
     mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
     size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
+    parts = []
     starts = range(0, len(mine), size)
-    columns = defaultdict(list)
     for start in tqdm(starts, "evaluation", leave=False, disable=RANK > 0):
         part = mine[start : start + size]
         batch = rollout(run, part, num_generations=1, temperature=0)
-        for name, column in score_completions(run, part, batch).columns.items():
-            columns[f"eval/{name}"] += column.tolist()
-    means = {name: sum(column) / len(column) for name, column in columns.items()}
-    if means:
+        parts.append(score_completions(run, part, batch).columns)
+    if parts:
+        means = {}
+        for name in parts[0]:
+            column = torch.cat([columns[name] for columns in parts])
+            means[f"eval/{name}"] = column.double().mean().item()
         log(run, dict(step=step, **average(means)))
 
 
@@ -1108,9 +1087,7 @@ def log_completions(run, step, rows, scores, advantages, mask):
     with open(run.output_dir / "completions.jsonl", "a") as lines:
         for i, text in enumerate(scores.texts):
             row = rows[i // num_generations]
-            rewards = {
-                name: column[i].item() for name, column in scores.columns.items()
-            }
+            rewards = {name: x[i].item() for name, x in scores.columns.items()}
             record = dict(
                 step=step,
                 prompt=row["prompts"],
@@ -1123,18 +1100,19 @@ def log_completions(run, step, rows, scores, advantages, mask):
             print(json.dumps(record, default=str), file=lines)
             if i in (0, num_generations, 2 * num_generations):
                 question, answer = str(row["prompt"])[-200:], str(row["answer"])[-30:]
-                text = f"{text[:99]} … {text[-99:]}" if len(text) > 200 else text
-                print0(f"{question!r} ({answer!r}) -> {text!r} {rewards}")
+                print0(f"{question!r} ({answer!r}) -> {text[-200:]!r} {rewards}")
 
 
 def log(run, record):
     """Append a row to metrics.jsonl, and give it to the tracker."""
-    if RANK == 0:
-        finite = {x: y if math.isfinite(y) else None for x, y in record.items()}
-        with open(run.output_dir / "metrics.jsonl", "a") as lines:
-            print(json.dumps(finite), file=lines)
-        if run.tracker:
-            run.tracker.log(finite, step=finite.pop("step"))
+    if RANK > 0:
+        return
+    finite = {x: y if math.isfinite(y) else None for x, y in record.items()}
+    with open(run.output_dir / "metrics.jsonl", "a") as lines:
+        print(json.dumps(finite), file=lines)
+    if run.tracker:
+        del finite["step"]
+        run.tracker.log(finite, step=record["step"])
 
 
 def read_metrics(folder):
@@ -1152,8 +1130,8 @@ def conclude(run):
     rewards = [row["reward"] for row in rows if "reward" in row]
     if rewards:
         means = torch.stack([part.mean() for part in torch.tensor(rewards).chunk(40)])
-        heights = (means - means.min()) / (means.max() - means.min()).clamp(min=1e-9)
-        bars = "".join("▁▂▃▄▅▆▇█"[i] for i in (7 * heights).round().int())
+        levels = torch.linspace(means.min(), means.max(), 8)
+        bars = "".join("▁▂▃▄▅▆▇█"[i] for i in torch.bucketize(means, levels))
         print0(f"reward by step: {means[0]:.2f} {bars} {means[-1]:.2f}")
     if run.tracker:
         run.tracker.finish()
@@ -1203,45 +1181,51 @@ def read_rows(source, rewards):
     or `solution` becomes "answer"; other columns stay for the reward functions. What
     is no such row, or lacks an answer that a reward needs, is left out and counted."""
     if source.endswith((".jsonl", ".json")) or Path(source).is_file():
-        try:
-            text = Path(source).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise Error(f"{source}: {error}") from None
-        if text.lstrip().startswith(("[{", "[\n")):
+        content = Path(source).read_bytes()
+        if content.lstrip().startswith((b"[{", b"[\n")):
             raise Error(f"{source}: an array; it must have one object a line")
-        lines = text.split("\n")
+        lines = content.split(b"\n")
     else:
-        name, _, options = source.partition(":")
-        config, _, split = options.partition(":")
         import datasets
 
+        name, config, split, *_ = f"{source}::".split(":")
         lines = datasets.load_dataset(name, config or None, split=split or "train")
     rows = []
     faults = []
     for number, line in enumerate(lines, 1):
-        if isinstance(line, str) and not line.strip():
-            continue
         try:
-            row = json.loads(line) if isinstance(line, str) else line
-            prompt = row.get("prompt") or row.get("question") or row["problem"]
-            messages = [dict(role="user", content=prompt)]
-            for message in messages if isinstance(prompt, str) else prompt:
-                (message["role"] + message["content"]).encode()  # no lone surrogates
-            answer = row.get("answer")
-            if answer is None:
-                answer = row.get("solution")
-            if NEED_ANSWERS & rewards.keys():
-                check_answer(answer, "accuracy" in rewards)
-            rows.append({**row, "prompt": prompt, "answer": answer})
+            if isinstance(line, dict):
+                rows.append(check_row(line, rewards))
+            elif line.strip():
+                rows.append(check_row(json.loads(line), rewards))
         except Error as error:
             raise Error(f"{source}:{number}: {error}") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            faults.append(f"{source}:{number}: not a row of data: {error!r}")
+        except Exception as error:  # whatever a line can hold
+            fault = f"{type(error).__name__}: {error}"
+            faults.append(f"{source}:{number}: not a row of data: {fault}")
     if not rows:
         raise Error(faults[0] if faults else f"{source}: no rows of data")
     if faults:
         print0(f"note: {len(faults)} lines are left out: {faults[0]}")
     return rows
+
+
+def check_row(row, rewards):
+    """The row with "prompt" and "answer". Raises an exception if it is not one."""
+    prompt = row.get("prompt") or row.get("question") or row["problem"]
+    for message in as_messages(prompt):
+        (message["role"] + message["content"]).encode()  # no lone surrogates
+    answer = row.get("answer")
+    if answer is None:
+        answer = row.get("solution")
+    if NEED_ANSWERS & rewards.keys():
+        check_answer(answer, "accuracy" in rewards)
+    return {**row, "prompt": prompt, "answer": answer}
+
+
+def as_messages(prompt):
+    """Chat messages of a prompt, which is such a list or a text of the user."""
+    return [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
@@ -1259,40 +1243,21 @@ BOXED = "{question}\nReason step by step, and put your final answer within \\box
 
 def encode_prompts(rows, run):
     """Rows with "prompts" (rendered), "prompt_ids" and "messages", if not too long."""
-    config, tokenizer = run.config, run.tokenizer
-    asks_for_box = bool(NEED_ANSWERS & {x.partition("=")[0] for x in config.reward})
-    template = config.prompt_template or (BOXED if asks_for_box else "{question}")
-
-    def encode(row, chat):
-        messages = row["prompt"]
-        if isinstance(messages, str):
-            content = template.replace("{question}", messages)
-            messages = [dict(role="user", content=content)]
-        if config.system_prompt and messages[0]["role"] != "system":
-            messages = [dict(role="system", content=config.system_prompt), *messages]
-        text = "\n".join(message["content"] for message in messages)
-        if chat:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        ids = tokenizer.encode(text, add_special_tokens=not chat)  # it has its own BOS
-        if ids and ids[-1] in run.eos_token_ids:  # some tokenizers end every text
-            ids.pop()
-        return {**row, "prompts": text, "prompt_ids": ids, "messages": messages}
-
+    config = run.config
     try:
         chat = config.chat_template == "on"
         if config.chat_template == "auto":
-            chat = chat_template_fits(tokenizer, run.eos_token_ids)
-        encoded = [encode(row, chat) for row in rows]
+            chat = chat_template_fits(run.tokenizer, run.eos_token_ids)
+        encoded = [encode_prompt(row, run, chat) for row in rows]
     except Exception as error:  # whatever a template raises
         raise Error(f"{one_line(error)}: see --chat-template") from error
     blank = dict.fromkeys(name for row in encoded for name in row)  # of every column
     kept = []
     longest = 0
     for row in encoded:
-        if 0 < len(row["prompt_ids"]) <= config.max_prompt_length:
-            longest = max(longest, len(row["prompt_ids"]))
+        length = len(row["prompt_ids"])
+        if 0 < length <= config.max_prompt_length:
+            longest = max(longest, length)
             kept.append({**blank, **row})
     if longest + config.max_completion_length > run.max_positions:
         raise Error(
@@ -1302,6 +1267,30 @@ def encode_prompts(rows, run):
         )
     print0(f"{len(kept)} of {len(rows)} prompts are neither empty nor too long")
     return kept
+
+
+def encode_prompt(row, run, chat):
+    """A row with its prompt rendered, by the chat template or as plain text."""
+    config = run.config
+    template = config.prompt_template
+    if not template:
+        names = {spec.partition("=")[0] for spec in config.reward}
+        template = BOXED if names & NEED_ANSWERS else "{question}"
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        prompt = template.replace("{question}", prompt)
+    messages = as_messages(prompt)
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [dict(role="system", content=config.system_prompt), *messages]
+    text = "\n".join(message["content"] for message in messages)
+    if chat:
+        text = run.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    ids = run.tokenizer.encode(text, add_special_tokens=not chat)  # it has its own BOS
+    if ids and ids[-1] in run.eos_token_ids:  # some tokenizers end every text
+        ids.pop()
+    return {**row, "prompts": text, "prompt_ids": ids, "messages": messages}
 
 
 def prompt_batch(rows, step, size, seed):
@@ -1512,13 +1501,11 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
     def passes(completion, test):
         if not test:
             return None
-        if not isinstance(test, str):  # a list of them
-            test = "\n".join(test)
+        text = test if isinstance(test, str) else "\n".join(test)
         blocks = re.findall(r"```(\w*)[^\n]*\n(.*?)```", completion, re.DOTALL)
-        languages = "python", "python3", "py"
-        python = [code for name, code in blocks if name.lower() in languages]
-        python = python or [code for name, code in blocks if not name]
-        return float(bool(python) and run_tests(python[-1], test, unsafe_code))
+        python = [x for name, x in blocks if re.fullmatch("(?i)py(thon3?)?", name)]
+        programs = python or [x for name, x in blocks if not name]
+        return float(bool(programs) and run_tests(programs[-1], text, unsafe_code))
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(passes, completions, tests))
@@ -1581,10 +1568,8 @@ def load_rewards(specs, unsafe_code=False):
         target, _, weight = spec.partition("=")
         path, _, name = target.rpartition(":")
         try:
-            function = dict(REWARDS, code=code)[name] if not path else None
-            if path:
-                function = getattr(import_file(path), name)
-            rewards[name] = function, float(weight or 1)
+            functions = vars(import_file(path)) if path else {**REWARDS, "code": code}
+            rewards[name] = functions[name], float(weight or 1)
         except (Exception, SystemExit) as error:
             known = f"it takes {', '.join(REWARDS)} or FILE.py:FUNCTION, each [=WEIGHT]"
             raise Error(f"--reward {spec}: {error!r}; {known}") from error
@@ -1629,12 +1614,12 @@ def load_model(name, device, seed):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             if find_adapter_config_file(name):
-                from peft import AutoPeftModelForCausalLM
+                import peft
 
-                model = AutoPeftModelForCausalLM.from_pretrained(
+                adapted = peft.AutoPeftModelForCausalLM.from_pretrained(
                     name, dtype=torch.float32, use_safetensors=True
                 )
-                model = model.merge_and_unload().requires_grad_(True)
+                model = adapted.merge_and_unload().requires_grad_(True)
             else:
                 model = load_text_model(name)
         except ValueError as error:  # transformers knows no such model
@@ -1643,8 +1628,8 @@ def load_model(name, device, seed):
     for param in model.parameters():  # a mapped file's memory would be slow: copy
         param.data = param.data.clone(memory_format=torch.contiguous_format)
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
-    eos_token_ids = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
-    eos_token_ids = [token for token in eos_token_ids if token is not None]
+    eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    eos_token_ids = [token for token in eos if token is not None]
     if not eos_token_ids:
         raise Error(f"{name} has no EOS token")
     return model, tokenizer, eos_token_ids
@@ -1654,10 +1639,11 @@ def load_text_model(name):
     """A causal language model in float32; of one that also sees, the text model."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
+    text_config.tie_word_embeddings = config.tie_word_embeddings
     model, info = AutoModelForCausalLM.from_pretrained(
         name,
         config=text_config,
-        key_mapping={r"^(model\.)?language_model\.(model\.)?": "model."},
+        key_mapping={r"^language_model\.": "", r"^model\.language_model\.": "model."},
         dtype=torch.float32,
         use_safetensors=True,
         output_loading_info=True,
@@ -1686,78 +1672,75 @@ def choose_paths(model):
     whether they share prompts, whether sampling may use the cache), for a float32
     model. Raises `Error` where padding or later tokens change a log-prob."""
     name = type(model).__name__
-    embeddings = model.get_input_embeddings().weight
+    prompts = pad([[2, 3, 4, 2, 3], [5, 6]], "left", model.device)
+    completions = pad([[2, 3, 4, 5], [7, 8]] * 2, "right", model.device)
 
-    def compute(logprobs, prompts, completions):
+    def compute(logprobs):
         """Log-probs of the last completion, gradients of the embeddings."""
-        prompts = pad(prompts, "left", model.device)
-        logp = logprobs(model, *prompts, *pad(completions, "right", model.device))
-        (grad,) = torch.autograd.grad(logp.sum(), embeddings)
+        logp = logprobs(model, *prompts, *completions)
+        (grad,) = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
         return logp[-1, :2].detach(), grad
 
-    def close(found, expected, tolerance=2e-3):
-        return (found - expected).norm() <= tolerance * expected.norm()
+    def shares(logprobs):
+        return all(map(close, compute(logprobs), expected))
 
-    def obstacle(function, expected):
-        """What keeps a function from giving these tensors; "" if nothing does."""
-        try:
-            found = function()
-        except (
-            torch.OutOfMemoryError,
-            torch.AcceleratorError,
-        ):  # RuntimeErrors as well
-            raise
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            return one_line(error)
-        return "" if all(map(close, found, expected)) else "its values differ"
-
-    def draw(use_cache):
+    def caches():
         torch.manual_seed(0)
-        prompts = pad(padded[0], "left", model.device)
-        return generate(model, *prompts, 8, 8, [1], use_cache=use_cache)
+        found = generate(model, *prompts, 8, 8, [1])
+        torch.manual_seed(0)
+        return found.equal(generate(model, *prompts, 8, 8, [1], use_cache=False))
 
-    padded = [[2, 3, 4, 2, 3], [5, 6]], [[2, 3, 4, 5], [7, 8]] * 2  # B = 2, G = 2
-    expected = compute(plain_logprobs, *padded)
-    alone, _ = compute(plain_logprobs, [[5, 6]], [[7, 8]])
-    if not close(expected[0], alone, tolerance=2e-5):
+    expected = compute(plain_logprobs)
+    unpadded = [x[1:, -2:] for x in prompts] + [x[3:, :2] for x in completions]
+    if not close(plain_logprobs(model, *unpadded), expected[0], tolerance=2e-5):
         raise Error(f"{name}: padding or later tokens change log-probs")
-    # Small random weights would not show what a cap does to logits: ask for it as well.
-    scales = [
-        value
-        for option, value in vars(model.config.get_text_config()).items()
-        if re.search("logit|lm_head", option) and value not in (None, False, 1)
-    ]
     own_logits = functools.partial(token_logprobs, own_logits=True)
-    share_prompts = True
-    logprobs = token_logprobs
-    if scales or obstacle(lambda: compute(token_logprobs, *padded), expected):
-        logprobs = own_logits
-        reason = obstacle(lambda: compute(own_logits, *padded), expected)
-        if reason:
-            share_prompts = False
-            logprobs = plain_logprobs
-            print0(f"note: slower, as {name} shares no prompts: {reason}")
-    without_cache = draw(use_cache=False)
-    same = torch.ones_like(without_cache).float()
-    reason = obstacle(lambda: [(draw(use_cache=True) == without_cache).float()], [same])
+    candidates = [token_logprobs, own_logits]
+    # Small random weights would not show what a cap does to logits: ask for it as well.
+    for option, value in vars(model.config.get_text_config()).items():
+        if re.search("logit|lm_head", option) and value not in (None, False, 1):
+            candidates = [own_logits]
+    for logprobs in candidates:
+        reason = obstacle(shares, logprobs)
+        if not reason:
+            break
+    else:
+        logprobs = plain_logprobs
+        print0(f"note: slower, as {name} shares no prompts: {reason}")
+    reason = obstacle(caches)
     if reason:
         print0(f"note: samples slowly, as {name} has no cache to go on from: {reason}")
-    return logprobs, share_prompts, not reason
+    return logprobs, logprobs is not plain_logprobs, not reason
+
+
+def close(found, expected, tolerance=2e-3):
+    """Whether tensors differ by no more than this share of their length."""
+    return (found - expected).norm() <= tolerance * expected.norm()
+
+
+def obstacle(agrees, *arguments):
+    """What keeps a model from a faster path; "" where that `agrees`."""
+    try:
+        return "" if agrees(*arguments) else "its values differ"
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # RuntimeErrors as well
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return one_line(error)
 
 
 def load(config, name, device, output_dir, rewards):
     """A `Run` with this model, ready to be trained, and a frozen reference."""
     gc.collect()  # frees the supervised model
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
+    dtype = torch.float32
+    if config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda"):
+        dtype = torch.bfloat16
     model, tokenizer, eos_token_ids = load_model(name, device, config.seed)
     logprobs, share_prompts, use_cache = choose_paths(model)
     set_seed(config.seed, 0)
     adapters = None
     if config.lora_rank:
         adapters = add_adapters(model, config.lora_rank)
-    if WORLD_SIZE > 1:
-        shard(model, logprobs, dtype, is_policy=True)
+    shard(model, logprobs, dtype, is_policy=True)
     optimizer = MasterAdamW(model, dtype)
     reference = None
     if config.beta and adapters:
@@ -1766,8 +1749,7 @@ def load(config, name, device, output_dir, rewards):
         reference, _, _ = load_model(name, device, config.seed)
         for param in reference.parameters():
             param.data = param.data.to(dtype)
-        if WORLD_SIZE > 1:
-            shard(reference, logprobs, dtype, is_policy=False)
+        shard(reference, logprobs, dtype, is_policy=False)
     print0(f"{name}: {model.num_parameters():,} weights, {dtype}, {device}")
     return Run(
         config=config,
@@ -1813,9 +1795,7 @@ def fit_micro_batch(model, dtype):
     free, _ = torch.cuda.mem_get_info()
     for param in model.parameters():
         if param.requires_grad:  # Adam's moments, gradients, and those that wait
-            free -= (
-                8 * local(param).numel() + 4 * local(param).numel() + 4 * param.numel()
-            )
+            free -= 12 * local(param).numel() + 4 * param.numel()
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * dtype.itemsize * units)
     tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
@@ -1894,9 +1874,11 @@ def add_empty_parts(parts):
 
 
 def shard(model, logprobs, dtype, is_policy):
-    """Give each rank its part of a model's float32 weights (FSDP2). A rank gathers the
-    policy's, in `dtype`, for a rollout and an update, the reference's layer by layer.
-    `logprobs` becomes a method, since FSDP gathers weights for methods."""
+    """With several ranks, give each its part of a model's float32 weights (FSDP2). A
+    rank gathers the policy's, in `dtype`, for a rollout and an update, the reference's
+    layer by layer. `logprobs` becomes a method: FSDP gathers weights for methods."""
+    if WORLD_SIZE == 1:
+        return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in [*layers, model]:
@@ -1914,30 +1896,37 @@ def sharded_logprobs(model, *arguments):
 
 
 # ------------------------------------------------------------------------- checkpoints
+@contextlib.contextmanager
 def open_output_dir(config):
-    """The run's folder and, in a new one, its options."""
+    """The run's folder, with its options in a new one, and for one process alone."""
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0]).absolute()
-    if RANK == 0 and not config.resume:
-        if (output_dir / "metrics.jsonl").exists():  # a start that failed leaves none
-            raise Error(f"{output_dir} is of another run: --resume, or another folder")
-        output_dir.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(output_dir / "sft", ignore_errors=True)
-        (output_dir / "options.json").write_text(json.dumps(vars(config), indent=2))
-    all_gather(None)  # until it is there
-    return output_dir
-
-
-@contextlib.contextmanager
-def lock(output_dir):
-    """Hold a run's folder: another process that wants it gets an `Error`."""
+    output_dir.mkdir(parents=True, exist_ok=True)
     with open(output_dir / ".lock", "w") as file:
-        try:
-            if RANK == 0:
+        if RANK == 0:
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Error(f"another process works in {output_dir}") from None
-        yield
+            except BlockingIOError:
+                raise Error(f"another process works in {output_dir}") from None
+            remove_partial(output_dir)
+            if not config.resume:
+                if (output_dir / "metrics.jsonl").exists():  # made once it has begun
+                    raise Error(f"{output_dir} is of another run: --resume it?")
+                shutil.rmtree(output_dir / "sft", ignore_errors=True)
+                write_options(config, output_dir)
+        all_gather(None)  # until it is there
+        yield output_dir
+
+
+def write_options(config, folder):
+    """What `--resume` reads."""
+    (folder / "options.json").write_text(json.dumps(vars(config), indent=2))
+
+
+def remove_partial(output_dir):
+    """Remove what a process that was killed, or a full disk, left unfinished."""
+    for folder in output_dir.glob("partial-*"):
+        shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -1981,38 +1970,35 @@ def write_folder(run, name, with_optimizer=False):
     if WORLD_SIZE > 1:
         state = {key: whole(x).to(dtype).cpu() for key, x in model.state_dict().items()}
     if RANK == 0:
-        for partial in run.output_dir.glob("partial-*"):  # of a process that was killed
-            shutil.rmtree(partial)
-        folder.mkdir()
+        remove_partial(run.output_dir)
     all_gather(None)
     with failing_together(f"{folder} cannot be written"):
+        folder.mkdir(exist_ok=True)
         if run.adapters:
             run.adapters.save_pretrained(folder / "adapter")
             run.tokenizer.save_pretrained(folder / "adapter")
             model = copy.deepcopy(run.adapters.cpu()).float().merge_and_unload()
             run.adapters.to(run.device)  # which may have no room for two
         if with_optimizer:
-            torch.save(
-                run.optimizer.state(), folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
-            )
+            file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
+            torch.save(run.optimizer.state(), file)
         if RANK == 0:
             model.save_pretrained(folder, state_dict=state)
             if state:
                 model.config.dtype = dtype  # not that of the shards
                 model.config.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
+            write_options(run.config, folder)
             if with_optimizer:
                 shutil.copy(run.output_dir / "metrics.jsonl", folder)
-            options = json.dumps(vars(run.config), indent=2)
-            (folder / "options.json").write_text(options)
-    if RANK == 0:
-        for file in folder.rglob("*.*"):  # on the disk before it has its name
-            with open(file) as opened:
-                os.fsync(opened)
-        folder.rename(run.output_dir / name)
-        for old in checkpoints(run.output_dir)[:-1]:
-            shutil.rmtree(old)
-    all_gather(None)  # until it is there
+    with failing_together(f"{folder} cannot be finished"):
+        if RANK == 0:
+            for file in folder.rglob("*.*"):  # on the disk before it has its name
+                with open(file) as opened:
+                    os.fsync(opened)
+            folder.rename(run.output_dir / name)
+            for old in checkpoints(run.output_dir)[:-1]:
+                shutil.rmtree(old)
     print0(f"saved {run.output_dir / name}")
 
 
@@ -2047,11 +2033,10 @@ def arithmetic(model, seed):
     rng = random.Random(seed)
     rows = []
     if model == "tiny":
-        for i in range(500):
-            gold = i // 10 + i % 10
-            noisy = gold + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
-            prompt = f"{i // 10}+{i % 10}="
-            rows.append(dict(prompt=prompt, answer=gold, solution=noisy))
+        for a in range(50):
+            for b in range(10):
+                noisy = a + b + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
+                rows.append(dict(prompt=f"{a}+{b}=", answer=a + b, solution=noisy))
         return rows
     for _ in range(2500):
         a, b, c, d = rng.choices(range(2, 100), k=4)

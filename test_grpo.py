@@ -2,7 +2,6 @@
 """grpo.py by numbers: worked examples, each function against plain loops in
 float64, then whole runs. `python -m pytest` runs on a CPU, offline."""
 
-import builtins
 import copy
 import dataclasses
 import functools
@@ -21,6 +20,7 @@ import threading
 import time
 import tomllib
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -31,6 +31,9 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytest import approx, raises
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,10 +42,20 @@ import grpo
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "2")  # of processes as well
 torch.set_num_threads(int(THREADS))
 
+Error = grpo.Error
+cases = pytest.mark.parametrize
+gradient = torch.autograd.grad
+assert_near = functools.partial(assert_close, atol=1e-5, rtol=1e-5)
+
 
 def table(text):
     """The lines of a text, each a list of what stands between its bars."""
     return [line.split(" | ") for line in text.strip().splitlines()]
+
+
+def values(text):
+    """The same of Python expressions."""
+    return [[eval(cell) for cell in row] for row in table(text)]
 
 
 def numbers(text):
@@ -65,59 +78,33 @@ def watch(owner, name):
 # -------------------------------------------------------------------- worked examples
 
 ADVANTAGES = """
-1 0 0 1 0 0 1 1 | 4 | 0.8660 -0.8660 -0.8660 0.8660 -0.8660 -0.8660 0.8660 0.8660
-1 0 0 1 1 0 0 1 | 8 | 0.9354 -0.9354 -0.9354 0.9354 0.9354 -0.9354 -0.9354 0.9354
-1 1 1 1 0 0 0 1 | 4 | 0 0 0 0 -0.5 -0.5 -0.5 1.5
+1 0 0 1 0 0 1 1 | 4 | group | 0.866 -0.866 -0.866 0.866 -0.866 -0.866 0.866 0.866
+1 0 0 1 1 0 0 1 | 8 | group | .9354 -0.9354 -0.9354 0.9354 0.9354 -0.9354 -0.9354 0.9354
+1 1 1 1 0 0 0 1 | 4 | group | 0 0 0 0 -0.5 -0.5 -0.5 1.5
+0.1 0.2 2.2 0.1 5 0.3 | 3 | none | -0.73333 -0.63333 1.36667 -1.7 3.2 -1.5
+0.1 0.2 2.2 0.1 5 0.3 | 3 | group | -0.61904 -0.53463 1.15367 -0.61304 1.15395 -0.54092
 """
 RATIOS = """
-0.9 | 0.5 | 1.8 | 1.2
-0.2 | 0.5 | 0.4 | 0.8
-0.7 | 0.5 | 1.4 | 1.2
-"""
-REWARDS = """
-Calculate 2 + 2 × 6 | 14 | 14 16 10 | 1 0 0
-Solve y = 2x + 1 for x = 2, y =  | 5 | 5 6 7 5 5.0 | 1 0 0 1 1
-Solve y = 2x + 1 for x = 4, y =  | 9 | 10 2 9 9 | 0 0 1 1
-"""
+0.9 0.5 0.9354 1.1225
+0.9 0.5 -0.9354 -1.6837
+0.2 0.5 0.9354 0.3742
+0.2 0.5 -0.9354 -0.7483
+0.7 0.5 0.9354 1.1225
+0.7 0.5 -0.9354 -1.3096
+"""  # new and old probability, advantage, surrogate
 
 
-@pytest.mark.parametrize("rewards, num_generations, expected", table(ADVANTAGES))
-def test_advantages_of_worked_examples(rewards, num_generations, expected):
-    found = grpo.group_advantages(numbers(rewards), int(num_generations))
-    torch.testing.assert_close(found, numbers(expected), atol=5e-5, rtol=0)
+@cases("rewards, num_generations, scale, expected", table(ADVANTAGES))
+def test_advantages_of_worked_examples(rewards, num_generations, scale, expected):
+    found = grpo.group_advantages(numbers(rewards), int(num_generations), scale)
+    assert_close(found, numbers(expected), atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("new, old, ratio, clipped", table(RATIOS))
-def test_ratio_and_clip_of_worked_examples(new, old, ratio, clipped):
-    logp, old_logp = numbers(new).log(), numbers(old).log()
-    ratio, clipped = float(ratio), float(clipped)
-    sign = 1 if ratio > 1 else -1  # of the advantage for which the clip is the minimum
-    for advantage, factor in ((sign, clipped), (-sign, ratio)):
-        advantages = torch.tensor([0.9354 * advantage])
-        found = grpo.clipped_surrogate(logp[None], old_logp[None], advantages)
-        assert found.item() == pytest.approx(factor * advantages.item())
-
-
-def test_surrogate_of_worked_example():
-    logp, old_logp = numbers("0.7 0.7").log(), numbers("0.5 0.5").log()
-    advantages = numbers("0.9354 -0.9354")
-    found = grpo.clipped_surrogate(logp[:, None], old_logp[:, None], advantages)
-    torch.testing.assert_close(
-        found[:, 0], numbers("1.1225 -1.3096"), atol=5e-5, rtol=0
-    )
-
-
-def test_k3_of_worked_example():
-    found = grpo.kl_k3(numbers("0.7 0.7").log(), numbers("0.5 0.7").log())
-    torch.testing.assert_close(found, numbers("0.050758 0"), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("question, answer, completions, expected", table(REWARDS))
-def test_rewards_of_worked_examples(question, answer, completions, expected):
-    completions = completions.split()
-    size = len(completions)
-    found = grpo.accuracy_reward([question] * size, completions, [answer] * size)
-    assert found == numbers(expected).tolist()
+def test_ratio_and_clip_of_worked_examples():
+    new, old, advantages, expected = numbers(RATIOS).view(6, 4).t()
+    logps = new.log()[:, None], old.log()[:, None]
+    found = grpo.clipped_surrogate(*logps, advantages)[:, 0]
+    assert_close(found, expected, atol=5e-5, rtol=0)
 
 
 # -------------------------------------------------------------------- completion_mask
@@ -132,7 +119,7 @@ MASKS = """
 """
 
 
-@pytest.mark.parametrize("ids, eos_token_ids, expected", table(MASKS))
+@cases("ids, eos_token_ids, expected", table(MASKS))
 def test_completion_mask_runs_through_the_first_eos(ids, eos_token_ids, expected):
     mask = grpo.completion_mask(
         numbers(ids)[None].long(), numbers(eos_token_ids).long().tolist()
@@ -249,25 +236,9 @@ def pairs(text):
     return [pair.split("|") for pair in re.split("; |\n", text.strip())]
 
 
-@pytest.mark.parametrize("text, expected", table(EXTRACTED))
+@cases("text, expected", table(EXTRACTED))
 def test_extract_answer(text, expected):
     assert str(grpo.extract_answer(text.replace("↵", "\n"))) == expected
-
-
-@pytest.mark.parametrize("answer, gold", pairs(SAME))
-def test_same_answers_match_both_ways(answer, gold):
-    assert grpo.answers_match(answer, gold)
-    assert grpo.answers_match(gold, answer)
-
-
-@pytest.mark.parametrize("answer, gold", pairs(DIFFERENT))
-def test_different_answers_do_not(answer, gold):
-    assert not grpo.answers_match(answer, gold)
-    assert not grpo.answers_match(gold, answer)
-
-
-def test_nothing_in_the_box_is_no_answer():
-    assert not grpo.extract_answer(r"5 \boxed{ }")
 
 
 NUMBER_WORDS = """
@@ -285,87 +256,77 @@ def test_a_number_word_is_no_unit():
             assert not grpo.answers_match(text, text.split()[0])
 
 
-@pytest.mark.parametrize("answer, gold", pairs(SAME))
-def test_math_accepts_what_accuracy_accepts(answer, gold):
-    assert grpo.math_reward([""], ["#### " + answer], [gold]) == [1.0]
+def math_finds_equal(answer, gold):
+    return grpo.math_reward([""], ["#### " + answer], [gold]) == [1.0]
 
 
-@pytest.mark.parametrize("answer, gold", pairs(MATH_SAME))
-def test_math_finds_equal_formulas_equal(answer, gold):
-    assert grpo.math_reward([""], [rf"\boxed{{{answer}}}"], [gold]) == [1.0]
+JUDGED = [  # pairs, who judges them, verdict
+    (SAME, grpo.answers_match, True),
+    (SAME, math_finds_equal, True),
+    (DIFFERENT, grpo.answers_match, False),
+    (MATH_SAME, math_finds_equal, True),
+    (MATH_DIFFERENT, math_finds_equal, False),
+]
 
 
-@pytest.mark.parametrize("answer, gold", pairs(MATH_DIFFERENT))
-def test_math_finds_different_formulas_different(answer, gold):
-    assert grpo.math_reward([""], ["#### " + answer], [gold]) == [0.0]
+@cases("answer, gold, equal, verdict", [(*x, *y) for t, *y in JUDGED for x in pairs(t)])
+def test_equal_answers_and_no_others_are_the_same(answer, gold, equal, verdict):
+    assert equal(answer, gold) == verdict
+    if equal is grpo.answers_match:
+        assert equal(gold, answer) == verdict
 
 
 ANSWER_REWARDS = [grpo.accuracy_reward, grpo.math_reward]
 
 
-@pytest.mark.parametrize("reward", ANSWER_REWARDS)
-def test_a_text_without_an_answer_is_wrong(reward):
-    texts = ["", "none", r"\boxed{}", "####", r"5 \boxed{5", "None"]
-    for gold in ("none", "5", "0"):
-        assert reward([""] * 6, texts, [gold] * 6) == [0.0] * 6
+SCORES = r"""
+["14", "16", "10"] | "14" | None | [1, 0, 0]
+["5", "6", "7", "5", "5.0"] | "5" | None | [1, 0, 0, 1, 1]
+["10", "2", "9", "9"] | "9" | None | [0, 0, 1, 1]
+["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "none" | None | [0] * 6
+["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "5" | None | [0] * 6
+["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "0" | None | [0] * 6
+["so 18", r"so \boxed{18} or 1", "#### 18"] | "18" | [False] * 3 | [0, 1, 1]
+[r"18 \boxed{18", "so 18"] | "18" | [False, True] | [0, 1]
+["1/2", "7", r"\boxed{7} \boxed{3}"] | ["3", "0.5"] | None | [1, 0, 1]
+"""
 
 
-@pytest.mark.parametrize("reward", ANSWER_REWARDS)
-def test_an_unfinished_text_counts_by_its_box_or_mark_only(reward):
-    texts = ["so 18", r"so \boxed{18} or 1", "#### 18", r"18 \boxed{18", "so 18"]
-    ended = [False, False, False, False, True]
-    found = reward([""] * 5, texts, ["18"] * 5, finished=ended, level=[1] * 5)
-    assert found == [0, 1, 1, 0, 1]
-
-
-@pytest.mark.parametrize("reward", ANSWER_REWARDS)
-def test_any_alternative_is_right_and_the_last_box_counts(reward):
-    texts = ["1/2", "7", r"\boxed{7} \boxed{3}"]
-    assert reward([""] * 3, texts, [["3", "0.5"]] * 3) == [1.0, 0.0, 1.0]
+@cases("reward", ANSWER_REWARDS)
+@cases("texts, gold, finished, expected", values(SCORES))
+def test_rewards_of_answers(reward, texts, gold, finished, expected):
+    """Of an unfinished text only a box or a mark counts; any alternative is right."""
+    size = len(texts)
+    columns = dict(finished=finished, level=[1] * size)
+    assert reward([""] * size, texts, [gold] * size, **columns) == expected
 
 
 def test_math_works_in_threads():
-    found = []
-    columns = dict(prompts=[""], completions=[r"\boxed{\sqrt{8}}"], answer=[r"2\sqrt2"])
-    worker = threading.Thread(target=lambda: found.extend(grpo.math_reward(**columns)))
-    worker.start()
-    worker.join()
-    assert found == [1.0]
+    columns = [""], [r"\boxed{\sqrt{8}}"], [r"2\sqrt2"]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(grpo.math_reward, *columns).result() == [1.0]
 
 
 def test_math_names_the_missing_package(monkeypatch):
-    import_module = builtins.__import__
-
-    def without(name, *args):
-        if name == "math_verify":
-            raise ModuleNotFoundError(name)
-        return import_module(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match="math_verify"):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with raises(ModuleNotFoundError, match="math_verify"):
         grpo.math_reward([""], ["5"], ["5"])
+
+
+NO_ANSWERS = r'[null, true, NaN, "", " ", [], ["1", null], "\\boxed{1", "####", {}]'
 
 
 def test_gold_answers_are_marked_or_the_whole_text_or_alternatives():
     assert grpo.gold_answers("2 + 16\n#### 18") == ["18"]
     golds = grpo.gold_answers([r"so \boxed{\frac12}", 0.5, 0, " a\nb"])
     assert golds == [r"\frac12", "0.5", "0", "a\nb"]
-    for unusable in (
-        None,
-        True,
-        math.nan,
-        "",
-        " ",
-        [],
-        ["1", None],
-        r"\boxed{1",
-        "####",
-        {},
-    ):
-        with pytest.raises(ValueError, match="is no answer"):
-            grpo.gold_answers(unusable)
-        with pytest.raises(ValueError, match="is no answer"):
-            grpo.check_answer(unusable, True)
+    for unusable in json.loads(NO_ANSWERS):
+        for check in (
+            grpo.gold_answers,
+            functools.partial(grpo.check_answer, by_number=True),
+        ):
+            with raises(ValueError, match="is no answer"):
+                check(unusable)
 
 
 GOLDS = r"18; \$18; 1/2; \frac{1}{2}; 5\text{ cm}; 50\%; \text{(A)}; New York; 1{,}080"
@@ -379,11 +340,11 @@ def test_accuracy_judges_by_numbers_and_words_but_no_other_latex():
         grpo.check_answer([gold, 7, rf"so \boxed{{{gold}}}"], by_number=True)
     grpo.check_answer("a \u200bword and 'two' \"quotes\"", by_number=True)
     for gold in LATEX_GOLDS.split("; "):
-        with pytest.raises(grpo.Error, match="--reward math"):
+        with raises(Error, match="--reward math"):
             grpo.check_answer(["7", gold], by_number=True)
 
 
-@pytest.mark.parametrize("piece, count", table(HOSTILE_TEXTS))
+@cases("piece, count", table(HOSTILE_TEXTS))
 def test_hostile_texts_cost_milliseconds(piece, count):
     text = piece * int(count)
     start = time.perf_counter()
@@ -394,7 +355,7 @@ def test_hostile_texts_cost_milliseconds(piece, count):
     assert time.perf_counter() - start < 0.5  # a quadratic search would take minutes
 
 
-@pytest.mark.parametrize("prompt, completion, expected", table(FORMATS))
+@cases("prompt, completion, expected", table(FORMATS))
 def test_format_reward(prompt, completion, expected):
     completion = completion.replace(r"\n", "\n")
     assert grpo.format_reward([prompt], [completion]) == [float(expected)]
@@ -403,11 +364,11 @@ def test_format_reward(prompt, completion, expected):
 # --------------------------------------------------------------------------- the loss
 
 VARIANTS = [
-    (loss_type, level)
+    dict(loss_type=loss_type, importance_sampling_level=level)
     for loss_type in ("grpo", "dapo", "dr_grpo")
     for level in ("token", "sequence")
 ]
-variants = pytest.mark.parametrize("loss_type, level", VARIANTS)
+variants = cases("variant", VARIANTS, ids=str)
 
 
 def random_batch(num_rows=6):
@@ -422,8 +383,9 @@ def random_batch(num_rows=6):
     return logp, logp + 0.3 * noise[1], logp + 0.5 * noise[2], noise[3], mask
 
 
-def slow_loss(logp, old_logp, ref_logp, advantages, mask, loss_type, level, high):
+def slow_loss(logp, old_logp, ref_logp, advantages, mask, variant, high):
     """The equations as loops, and the metrics."""
+    loss_type, level = variant.values()
     total = 0
     num_tokens = mask.sum().item()
     metrics = defaultdict(float)
@@ -433,154 +395,102 @@ def slow_loss(logp, old_logp, ref_logp, advantages, mask, loss_type, level, high
         for t in tokens:
             log_ratio = logp[i, t] - old_logp[i, t]
             if level == "sequence":
-                log_ratios = [logp[i, u] - old_logp[i, u] for u in tokens]
-                log_ratio = sum(log_ratios) / len(tokens)
+                log_ratio = sum(logp[i, u] - old_logp[i, u] for u in tokens)
+                log_ratio = log_ratio / len(tokens)
             ratio = log_ratio.exp()
             surrogate = ratio * advantages[i, t]
-            is_clipped = False
-            if advantages[i, t] > 0 and ratio > 1 + high:
-                surrogate = (1 + high) * advantages[i, t]
-                is_clipped = True
-            if advantages[i, t] < 0 and ratio < 1 - 0.2:
-                surrogate = (1 - 0.2) * advantages[i, t]
-                is_clipped = True
+            is_clipped = ratio > 1 + high if advantages[i, t] > 0 else ratio < 1 - 0.2
+            if is_clipped:
+                bound = 1 + high if ratio > 1 else 1 - 0.2
+                surrogate = bound * advantages[i, t]
             d = ref_logp[i, t] - logp[i, t]
             kl = d.exp() - d - 1
             row = row - surrogate + 0.1 * kl
-            metrics["kl"] += kl.item() / num_tokens
-            metrics["entropy"] -= logp[i, t].item() / num_tokens
-            metrics["ratio_mean"] += ratio.item() / num_tokens
-            metrics["clip_fraction"] += is_clipped / num_tokens
-        if loss_type == "grpo":
-            total += row / max(1, len(tokens)) / len(mask)
-        elif loss_type == "dapo":
-            total += row / mask.sum()
-        else:
-            total += row / (9 * len(mask))
+            values = kl.item(), -logp[i, t].item(), ratio.item(), float(is_clipped)
+            names = "kl", "entropy", "ratio_mean", "clip_fraction"
+            for name, value in zip(names, values):
+                metrics[name] += value / num_tokens
+        sizes = dict(grpo=max(1, len(tokens)) * len(mask), dapo=num_tokens)
+        total += row / sizes.get(loss_type, 9 * len(mask))
     return total, metrics
 
 
 @variants
-@pytest.mark.parametrize("high", [None, 0, 0.4])
-def test_loss_gradient_and_metrics_are_those_of_the_loops(loss_type, level, high):
-    logp, old_logp, ref_logp, advantages, mask = random_batch()
+@cases("high", [None, 0, 0.4])
+def test_loss_gradient_and_metrics_are_those_of_the_loops(variant, high):
+    *logps, advantages, mask = random_batch()
     if high is None:  # one advantage for each completion
         advantages = advantages[:, 0]
-    logp.requires_grad_()
-    loss, metrics = grpo.grpo_loss(
-        logp,
-        old_logp,
-        ref_logp,
-        advantages,
-        mask,
-        epsilon_high=high,
-        beta=0.1,
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        max_completion_length=9,
-    )
+    logps[0].requires_grad_()
+    options = dict(variant, epsilon_high=high, beta=0.1, max_completion_length=9)
+    loss, metrics = grpo.grpo_loss(*logps, advantages, mask, **options)
     advantages = advantages.view(6, -1).expand(6, 5)
-    batch = logp, old_logp, ref_logp, advantages, mask
-    slow, slow_metrics = slow_loss(*batch, loss_type, level, high or 0.2)
-    torch.testing.assert_close(loss, slow, atol=1e-12, rtol=0)
-    grads = [torch.autograd.grad(x, logp)[0] for x in (loss, slow)]
-    torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
+    slow, slow_metrics = slow_loss(*logps, advantages, mask, variant, high or 0.2)
+    assert_close(loss, slow, atol=1e-12, rtol=0)
+    grads = [gradient(x, logps[0])[0] for x in (loss, slow)]
+    assert_close(*grads, atol=1e-12, rtol=0)
     assert 0 < slow_metrics["clip_fraction"] < 1
     for name, value in slow_metrics.items():
-        assert metrics[name].item() == pytest.approx(value, rel=1e-6)
+        assert metrics[name].item() == approx(value, rel=1e-6)
 
 
 @variants
-def test_on_policy_gradient_is_reinforce(loss_type, level):
-    logp, _, _, advantages, mask = random_batch()
-    advantages = advantages[:, :1].expand(6, 5)
-    loss, metrics = grpo.grpo_loss(
-        logp.requires_grad_(),
-        None,
-        None,
-        advantages,
-        mask,
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        max_completion_length=9,
-    )
-    sizes = dict(
-        grpo=6 * mask.sum(1).clamp(min=1)[:, None], dapo=mask.sum(), dr_grpo=54
-    )
-    loss.backward()
-    torch.testing.assert_close(logp.grad, -advantages * mask / sizes[loss_type])
-    assert metrics["ratio_mean"] == 1 and metrics["clip_fraction"] == metrics["kl"] == 0
+def test_without_old_log_probs_the_policy_is_the_old_one(variant):
+    logp, _, *others = random_batch()
+    results = []
+    for old_logp in (None, logp.clone()):
+        loss, metrics = grpo.grpo_loss(
+            logp.requires_grad_(), old_logp, *others, **variant
+        )
+        results.append([loss, gradient(loss, logp), metrics])
+    assert_close(*results)
+    assert metrics["ratio_mean"] == 1 and metrics["clip_fraction"] == 0
 
 
 @variants
-def test_losses_of_micro_batches_add_up_to_that_of_the_batch(loss_type, level):
-    batch = random_batch(8)
-    loss = functools.partial(
-        grpo.grpo_loss,
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        max_completion_length=9,
-    )
-    parts = zip(*(x.split([1, 4, 3]) for x in batch))
-    num_tokens = batch[-1].sum().item()
-    losses = [loss(*x, num_sequences=8, num_tokens=num_tokens)[0] for x in parts]
-    torch.testing.assert_close(sum(losses), loss(*batch)[0], atol=1e-12, rtol=0)
-
-
-@variants
-@pytest.mark.parametrize("junk", [math.inf, -math.inf, math.nan, 1e30])
-def test_nothing_under_the_mask_reaches_loss_or_gradient(loss_type, level, junk):
+@cases("junk", [math.inf, -math.inf, math.nan, 1e30])
+def test_nothing_under_the_mask_reaches_loss_or_gradient(variant, junk):
     *inputs, mask = random_batch()
     results = []
     for fill in (0.0, junk):
         filled = [x.masked_fill(~mask, fill).requires_grad_() for x in inputs]
-        loss, metrics = grpo.grpo_loss(
-            *filled, mask, loss_type=loss_type, importance_sampling_level=level
-        )
-        (grad,) = torch.autograd.grad(loss, filled[0])
-        results.append([loss, grad, *metrics.values()])
-    torch.testing.assert_close(*results)
+        loss, metrics = grpo.grpo_loss(*filled, mask, **variant)
+        results.append([loss, gradient(loss, filled[0]), metrics])
+    assert_close(*results)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@cases("beta", [0.0, 0.1])
 def test_old_and_reference_log_probs_bear_no_gradient(beta):
     logp, _, _, advantages, mask = random_batch()
     logp.requires_grad_()
     grads = []
     for others in ((None, 2 * logp.detach()), (logp, 2 * logp)):
         loss, _ = grpo.grpo_loss(logp, *others, advantages, mask, beta=beta)
-        grads.append(torch.autograd.grad(loss, logp)[0])
+        grads.append(gradient(loss, logp)[0])
     assert torch.equal(*grads) and grads[0].any()
 
 
 @variants
-def test_a_batch_that_is_all_masked_gives_zero(loss_type, level):
+def test_a_batch_that_is_all_masked_gives_zero(variant):
     *inputs, mask = random_batch()
-    loss, metrics = grpo.grpo_loss(
-        *inputs, mask & False, loss_type=loss_type, importance_sampling_level=level
-    )
+    loss, metrics = grpo.grpo_loss(*inputs, mask & False, **variant)
     assert loss == 0 and not any(metrics.values())
-
-
-@pytest.mark.parametrize("option", ["loss_type", "importance_sampling_level"])
-def test_unknown_variants_of_the_loss_are_errors(option):
-    with pytest.raises(ValueError, match="is unknown"):
-        grpo.grpo_loss(*random_batch(), **{option: "x"})
 
 
 def test_k3_is_an_unbiased_estimate_of_the_divergence():
     policy, reference = numbers("0.5 0.3 0.2"), numbers("0.2 0.3 0.5")
     k3 = grpo.kl_k3(policy.log(), reference.log())
     divergence = (policy * (policy / reference).log()).sum()
-    torch.testing.assert_close((policy * k3).sum(), divergence)
+    assert_close((policy * k3).sum(), divergence)
+    assert grpo.kl_k3(*numbers("0.7 0.5").log()).item() == approx(0.050758, abs=1e-6)
     nearly_equal = grpo.kl_k3(torch.tensor(-1.0), torch.tensor(-1.0001))
-    assert nearly_equal.item() == pytest.approx(5e-9, rel=1e-2)
+    assert nearly_equal.item() == approx(5e-9, rel=1e-2)
 
 
 # ------------------------------------------------------------------------- advantages
 
 
-@pytest.mark.parametrize("value", numbers("0.1 0.3 0.7 1 -2.3 1e-8 12345.678"))
+@cases("value", numbers("0.1 0.3 0.7 1 -2.3 1e-8 12345.678"))
 def test_equal_rewards_have_exactly_no_advantage(value):
     rewards = torch.cat([value.repeat(8), numbers("0 1 0 1 0 1 0 1")])
     for scale_rewards in ("group", "none"):
@@ -590,137 +500,85 @@ def test_equal_rewards_have_exactly_no_advantage(value):
     assert not grpo.process_advantages(step_rewards, step_ends, 2, 5).any()
 
 
-def slow_normalise(rewards, scale_rewards):
-    mean = sum(rewards) / max(1, len(rewards))
-    variance = sum((x - mean) ** 2 for x in rewards) / max(1, len(rewards) - 1)
-    std = math.sqrt(variance) + 1e-8 if scale_rewards == "group" else 1
-    return [(x - mean) / std for x in rewards]
+STEPS = json.loads("""[
+[[0.2, 1.0], [1, 4]],       [[], []],     [[0.5, 0.25, 1.0], [0, 2, 3]],
+[[1.0, 0.0], [0, 4]],       [[2.0], [2]], [[0.1, 0.9], [1, 2]],
+[[3.0], [2]],               [[], []],     [[], []],
+[[1.0], [1]],               [[0.0], [2]], [[], []]]""")  # rewards of steps, their ends
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "none"])
-def test_advantages_are_those_of_the_loops(scale_rewards):
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.randn(12, generator=generator, dtype=torch.float64)
-    expected = []
-    for start in (0, 4, 8):
-        expected += slow_normalise(rewards[start : start + 4].tolist(), scale_rewards)
-    found = grpo.group_advantages(rewards, 4, scale_rewards)
-    assert found.tolist() == pytest.approx(expected, abs=1e-12)
-
-
-STEPS = [  # rewards of steps and their ends: two groups of three, one of a single step
-    ([0.2, 1.0], [1, 4]),
-    ([], []),
-    ([0.5, 0.25, 1.0], [0, 2, 3]),
-    ([1.0, 0.0], [0, 4]),
-    ([2.0], [2]),
-    ([0.1, 0.9], [1, 2]),
-    ([3.0], [2]),
-    ([], []),
-    ([], []),
-]
-
-
-@pytest.mark.parametrize("scale_rewards", ["group", "none"])
-def test_process_advantages_are_those_of_the_loops(scale_rewards):
+@cases("scale", ["group", "none"])
+def test_process_advantages_are_those_of_the_loops(scale):
     step_rewards, step_ends = zip(*STEPS)
     expected = []
     for i in range(len(STEPS)):
         start = i - i % 3
-        group = sum(step_rewards[start : start + 3], [])
+        group = torch.tensor(sum(step_rewards[start : start + 3], []))
         first = sum(len(x) for x in step_rewards[start:i])  # step of this row
-        advantages = slow_normalise(group, scale_rewards)[first:]
+        advantages = group - group  # of a single step
+        if len(group) > 1:
+            advantages = grpo.group_advantages(group, len(group), scale)
         for t in range(5):
-            after = [x for x, end in zip(advantages, step_ends[i]) if end >= t]
-            expected.append(sum(after))
-    found = grpo.process_advantages(
-        step_rewards, step_ends, 3, 5, scale_rewards=scale_rewards
-    )
-    assert found.flatten().tolist() == pytest.approx(expected, abs=1e-5)
+            after = [x for x, end in zip(advantages[first:], step_ends[i]) if end >= t]
+            expected.append(float(sum(after)))
+    found = grpo.process_advantages(step_rewards, step_ends, 3, 5, scale_rewards=scale)
+    assert found.flatten().tolist() == approx(expected, abs=1e-5)
 
 
-def test_one_step_each_is_supervision_of_the_outcome():
-    found = grpo.process_advantages([[1.0], [0.0]], [[2], [2]], 2, 3)
-    outcome = grpo.group_advantages(torch.tensor([1.0, 0.0]), 2)
-    assert torch.equal(found, outcome[:, None].expand(2, 3))
+WRONG_CALLS = """
+grpo.grpo_loss(*random_batch(), loss_type="x") | ValueError: .* is unknown
+grpo.grpo_loss(*random_batch(), importance_sampling_level="x") | ValueError: .* unknown
+grpo.group_advantages(torch.zeros(4), 2, "x") | ValueError: .* is unknown
+grpo.group_advantages(torch.zeros(4), 1) | ValueError: .* groups of 1
+grpo.group_advantages(torch.zeros(4), 0) | ValueError: .* groups of 0
+grpo.group_advantages(torch.zeros(5), 2) | ValueError: .* groups of 2
+grpo.group_advantages(torch.zeros(4), 8) | ValueError: .* groups of 8
+grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3) | ValueError: zip
+grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1, 2]], 2, 3) | ValueError: zip
+encode(["1+1="], RAISING, chat_template="on") | Error: no system.*--chat-template
+encode(["1+1="], RAISING) | Error: no system message.*--chat-template
+encode(["1" * 489], None) | Error: .*489 tokens.* 512 .* 1000 positions
+grpo.choose_paths(tiny_model("rwkv")) | Error: .*padding or later tokens
+grpo.choose_paths(tiny_model("recurrent_gemma")) | Error: .*padding or later tokens
+grpo.choose_paths(tiny_model("bert")) | Error: .*padding or later tokens
+"""
 
 
-def test_advantages_want_groups_and_an_end_for_each_reward():
-    for num_rewards, num_generations in ((4, 1), (4, 0), (5, 2), (4, 8)):
-        with pytest.raises(ValueError, match="groups"):
-            grpo.group_advantages(torch.zeros(num_rewards), num_generations)
-    with pytest.raises(ValueError, match="unknown"):
-        grpo.group_advantages(torch.zeros(4), 2, "x")
-    for step_ends in ([[0], [1]], [[0], [1, 2]]):
-        with pytest.raises(ValueError, match="zip"):
-            grpo.process_advantages([[1.0, 2.0], [3.0]], step_ends, 2, 3)
-
-
-def test_pure_functions_leave_their_inputs_alone():
-    logp, old_logp, ref_logp, advantages, mask = random_batch()
-    rewards = torch.randn(8)
-    inputs = [logp, old_logp, ref_logp, advantages, mask, rewards]
-    before = copy.deepcopy(inputs)
-    for loss_type, level in VARIANTS:
-        grpo.grpo_loss(
-            *inputs[:5], loss_type=loss_type, importance_sampling_level=level
-        )
-    grpo.kl_k3(logp, ref_logp)
-    grpo.clipped_surrogate(logp, old_logp, advantages)
-    grpo.group_advantages(rewards, 4)
-    grpo.completion_mask(mask.long(), [1])
-    grpo.sample(logp, 0.5)
-    torch.testing.assert_close(inputs, before, atol=0, rtol=0)
+@cases("call, error", table(WRONG_CALLS))
+def test_wrong_calls_are_errors(call, error):
+    with raises((ValueError, Error)) as stop:
+        eval(call)
+    assert re.match(error, f"{stop.typename}: {stop.value}")
 
 
 # -------------------------------------------------------------------------- log-probs
 
-SHAPE = dict(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    original_max_position_embeddings=16,
-    initializer_range=0.3,
-    eos_token_id=1,
-    pad_token_id=39,
-    tie_word_embeddings=True,
-    # of some architectures alone
-    attention_hidden_size=32,
-    lru_width=32,
-    num_local_experts=2,
-    query_pre_attn_scalar=8,
-    state_size=4,
-)
-LONG_ROPE = dict(
-    rope_type="longrope",
-    rope_theta=1e4,
-    short_factor=[1.0] * 4,
-    long_factor=[4.0] * 4,
-    original_max_position_embeddings=16,
-)
-OPTIONS = {
-    "qwen2 untied": dict(tie_word_embeddings=False),
-    "mistral": dict(sliding_window=3),
-    "gemma2": dict(sliding_window=4),
-    "phi3": dict(rope_parameters=LONG_ROPE),
-    "cohere": dict(logit_scale=0.25),
-    "lfm2": dict(layer_types=["conv", "full_attention", "conv"]),
-    "jamba": dict(mamba_dt_rank=4, use_mamba_kernels=False, attn_layer_offset=1),
-    "mamba2": dict(num_heads=8, head_dim=8, n_groups=1),
-    "llama4_text": dict(floor_scale=12, attn_temperature_tuning=True),
-}
+SHAPE = json.loads("""{
+"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+"max_position_embeddings": 64, "original_max_position_embeddings": 16,
+"initializer_range": 0.3, "eos_token_id": 1, "pad_token_id": 39,
+"tie_word_embeddings": true, "attention_hidden_size": 32, "lru_width": 32,
+"num_local_experts": 2, "query_pre_attn_scalar": 8, "state_size": 4}""")
+OPTIONS = json.loads("""{
+"qwen2 untied": {"tie_word_embeddings": false},
+"mistral": {"sliding_window": 3},
+"gemma2": {"sliding_window": 4},
+"phi3": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4,
+    "short_factor": [1, 1, 1, 1], "long_factor": [4, 4, 4, 4],
+    "original_max_position_embeddings": 16}},
+"cohere": {"logit_scale": 0.25},
+"lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+"jamba": {"mamba_dt_rank": 4, "use_mamba_kernels": false, "attn_layer_offset": 1},
+"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+"llama4_text": {"floor_scale": 12, "attn_temperature_tuning": true}}""")
 SHARED = ["qwen2", "qwen2 untied", "llama", "gpt2", "mistral", "lfm2", "mamba2"]
 OWN_LOGITS = ["gemma2", "cohere", "phi"]  # which are not head(hidden)
 PLAIN = ["jamba"]  # whose layers do not go on from a cache with more than one token
 own_logits = functools.partial(grpo.token_logprobs, own_logits=True)
 
 
-def tiny_model(kind, seed=0, **options):
+def tiny_model(kind="qwen2", seed=0, **options):
     """A random model of a real architecture."""
     torch.manual_seed(seed)
     options = {**SHAPE, **OPTIONS.get(kind, {}), **options}
@@ -728,7 +586,7 @@ def tiny_model(kind, seed=0, **options):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def ragged_batch(num_generations=3):
+def ragged_batch(num_generations=3, length=6):
     """Two left-padded prompts of 5 and 3 tokens, completions of 1 to 6 tokens."""
     generator = torch.Generator().manual_seed(0)
     prompt_ids = torch.randint(2, 40, (2, 5), generator=generator)
@@ -736,7 +594,8 @@ def ragged_batch(num_generations=3):
     shape = 2 * num_generations, 6
     completion_ids = torch.randint(2, 40, shape, generator=generator)
     lengths = 6 - torch.arange(2 * num_generations)[:, None] % 6
-    return prompt_ids, prompt_mask, completion_ids, torch.arange(6) < lengths
+    completions = completion_ids, torch.arange(6) < lengths
+    return prompt_ids, prompt_mask, *(x[:, :length] for x in completions)
 
 
 def slow_logprobs(
@@ -755,12 +614,12 @@ def slow_logprobs(
     return logp
 
 
-@pytest.mark.parametrize("kind", SHARED + OWN_LOGITS + PLAIN)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature):
-    model, batch = tiny_model(kind), ragged_batch()
+@cases("kind", SHARED + OWN_LOGITS + PLAIN)
+@cases("temperature, length", [(1.0, 6), (0.7, 6), (0.7, 1)])
+def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature, length):
+    model, batch = tiny_model(kind), ragged_batch(length=length)
     before = copy.deepcopy(batch)
-    weights = torch.randn(6, 6)
+    weights = torch.randn(6, length)
     params = list(model.parameters())
     functions = [slow_logprobs, grpo.plain_logprobs]
     if kind not in PLAIN:
@@ -771,41 +630,45 @@ def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature):
     for function in functions:
         logp = function(model, *batch, temperature)
         loss = (logp * weights).sum()
-        grads = torch.autograd.grad(loss, params, materialize_grads=True)
+        grads = gradient(loss, params, materialize_grads=True)
         results.append([logp, *grads])
     for found in results[1:]:
-        torch.testing.assert_close(found, results[0], atol=5e-4, rtol=1e-3)
+        assert_close(found, results[0], atol=5e-4, rtol=1e-3)
         assert found[0].dtype == torch.float32
-    torch.testing.assert_close(batch, before)
+    assert_close(batch, before)
 
 
-@pytest.mark.parametrize("logprobs", [grpo.plain_logprobs, own_logits])
+@cases("logprobs", [grpo.plain_logprobs, own_logits])
 def test_logits_in_bfloat16_give_log_probs_in_float32(logprobs):
-    model, batch = tiny_model("qwen2").bfloat16(), ragged_batch()
+    model, batch = tiny_model().bfloat16(), ragged_batch()
     *_, ids, mask = batch
     shape = *ids.shape, 40
     logits = torch.randn(shape).bfloat16()
-    output = SimpleNamespace(logits=logits)
-    expected = logits.float().log_softmax(2).gather(2, ids[:, :, None])[:, :, 0]
-    found = grpo.logprobs_of_logits(output.logits, ids, mask, 1.0)
-    torch.testing.assert_close(found, expected * mask)
+    scaled = logits.float() / 0.7
+    expected = scaled.log_softmax(2).gather(2, ids[:, :, None])[:, :, 0]
+    found = grpo.logprobs_of_logits(logits, ids, mask, 0.7)
+    assert_close(found, expected * mask)
     assert logprobs(model, *batch).dtype == torch.float32
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_normaliser_goes_through_the_vocabulary_in_parts(frozen, monkeypatch):
+@cases("frozen", [False, True])
+@cases("dtype, tolerance", [(torch.float64, 1e-5), (torch.bfloat16, 0.02)])
+def test_the_normaliser_goes_through_the_vocabulary_in_parts(
+    frozen, dtype, tolerance, monkeypatch
+):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(7, 6).double(), torch.randn(300, 6).double()
+    weight = (1 + 0.1 * torch.randn(12_800, 6)).to(dtype).requires_grad_(not frozen)
+    hidden = (0.1 * torch.randn(7, 6)).to(dtype).requires_grad_()
+    inputs = [x for x in (hidden, weight) if x.requires_grad]
     scale = torch.randn(7)
-    weight.requires_grad_(not frozen)
-    inputs = [x for x in (hidden.requires_grad_(), weight) if x.requires_grad]
-    log_z = (hidden @ weight.t()).exp().sum(1).log()
-    expected = log_z.float(), *torch.autograd.grad((log_z * scale).sum(), inputs)
-    for size in (1, 1000, 10_000):  # 64 words at a time, 128, all
+    log_z = (hidden.double() @ weight.double().t()).logsumexp(1)
+    expected = log_z, *gradient((log_z * scale).sum(), inputs)
+    for size in (1, 1000, 10**6):  # 200 parts, 100, one
         monkeypatch.setattr(grpo, "AT_ONCE", size)
         log_z = grpo.LogNormaliser.apply(hidden, weight)
-        found = log_z, *torch.autograd.grad((log_z * scale).sum(), inputs)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        found = log_z, *gradient((log_z * scale).sum(), inputs)
+        for x, y in zip(found, expected):
+            assert (x - y).norm() < tolerance * y.norm()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -822,7 +685,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch):
     monkeypatch.setattr(grpo, "AT_ONCE", 1000)
-    model, batch = tiny_model("qwen2", vocab_size=500), ragged_batch(8)
+    model, batch = tiny_model(vocab_size=500), ragged_batch(8)
     assert batch[-1].sum() > 32  # more logits than the output layer has weights
     with LargestTensor() as largest:
         grpo.token_logprobs(model, *batch).sum().backward()
@@ -830,7 +693,7 @@ def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch):
 
 
 def test_padding_changes_nothing():
-    model = tiny_model("qwen2")
+    model = tiny_model()
     prompt_ids, prompt_mask, completion_ids, mask = ragged_batch()
     pad = torch.nn.functional.pad
     wide = pad(prompt_ids, (4, 0), value=7), pad(prompt_mask, (4, 0))
@@ -838,13 +701,13 @@ def test_padding_changes_nothing():
     for logprobs in (grpo.plain_logprobs, grpo.token_logprobs, own_logits):
         found = logprobs(model, *wide, *long)
         expected = pad(slow_logprobs(model, *ragged_batch()), (0, 3))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert_near(found, expected)
     nothing = torch.zeros_like(mask)
     found = grpo.token_logprobs(model, prompt_ids, prompt_mask, completion_ids, nothing)
     assert not found.any()
 
 
-@pytest.mark.parametrize("kind", [*SHARED, "phi3", *OWN_LOGITS, *PLAIN, "mamba"])
+@cases("kind", [*SHARED, "phi3", *OWN_LOGITS, *PLAIN, "mamba"])
 def test_models_share_prompts_as_far_as_they_bear_it(kind, capsys):
     model = tiny_model(kind)
     if kind == "phi":
@@ -875,7 +738,7 @@ class Detached(transformers.DynamicCache):
 
 def test_values_that_agree_are_not_enough(monkeypatch):
     monkeypatch.setattr(grpo, "DynamicCache", Detached)
-    _, share_prompts, use_cache = grpo.choose_paths(tiny_model("qwen2"))
+    _, share_prompts, use_cache = grpo.choose_paths(tiny_model())
     assert use_cache and not share_prompts
 
 
@@ -884,49 +747,35 @@ def test_lengths_at_which_log_probs_change_are_the_limit():
         assert grpo.max_positions(tiny_model(kind).config) == limit
 
 
-@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma", "bert"])
-def test_models_that_padding_or_later_tokens_change_are_refused(kind):
-    with pytest.raises(grpo.Error, match="padding or later tokens"):
-        grpo.choose_paths(tiny_model(kind))
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+@cases("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_a_fault_of_the_device_is_no_property_of_the_model(error, monkeypatch):
     def fail(*args):
         raise error("CUDA error")
 
     monkeypatch.setattr(grpo, "token_logprobs", fail)
-    with pytest.raises(error):
-        grpo.choose_paths(tiny_model("qwen2"))
+    with raises(error):
+        grpo.choose_paths(tiny_model())
 
 
 # --------------------------------------------------------------------------- sampling
 
 without_cache = functools.partial(grpo.generate, use_cache=False)
-SAMPLERS = [
-    ("qwen2", grpo.generate),
-    ("gpt2", grpo.generate),
-    ("mistral", grpo.generate),
-    ("gemma2", grpo.generate),
-    ("lfm2", grpo.generate),
-    ("jamba", grpo.generate),
-    ("qwen2", without_cache),
-    ("mamba", without_cache),
-    ("minimax", without_cache),
-]
-HOSTILE = dict(
-    do_sample=True,
-    temperature=0.01,
-    top_p=0.1,
-    top_k=1,
-    repetition_penalty=50.0,
-    min_new_tokens=5,
-    no_repeat_ngram_size=1,
-    suppress_tokens=[2, 3],
-    max_new_tokens=1,
-    num_beams=4,
-    eos_token_id=[0, 7],
-)
+SAMPLERS = values("""
+"qwen2" | grpo.generate
+"gpt2" | grpo.generate
+"mistral" | grpo.generate
+"gemma2" | grpo.generate
+"lfm2" | grpo.generate
+"jamba" | grpo.generate
+"qwen2" | without_cache
+"mamba" | without_cache
+"minimax" | without_cache
+""")
+HOSTILE = json.loads("""{
+"do_sample": true, "temperature": 0.01, "top_p": 0.1, "top_k": 1,
+"repetition_penalty": 50.0, "min_new_tokens": 5, "no_repeat_ngram_size": 1,
+"suppress_tokens": [2, 3], "max_new_tokens": 1, "num_beams": 4,
+"eos_token_id": [0, 7]}""")
 
 
 def assert_drawn_from(probs, draws):
@@ -950,11 +799,22 @@ def test_sample_draws_from_the_softmax():
     assert grpo.sample(logits[None], temperature=0) == logits.argmax()
 
 
+def test_sample_knows_each_of_150_000_improbable_words(monkeypatch):
+    logits = torch.zeros(1, 150_001)
+    logits[0, 0] = 18.8  # leaves them 1 in 1000
+    probs = logits.softmax(1).double()
+    cdf = probs.cumsum(1) / probs.sum()
+    for word in range(1, 150_000, 9_999):
+        draw = cdf[:, word - 1 : word + 1].mean(1, keepdim=True)
+        monkeypatch.setattr(torch, "rand_like", lambda x, draw=draw: draw.to(x))
+        assert grpo.sample(logits) == word
+
+
 def test_sample_of_nan_is_a_token():
     assert grpo.sample(torch.full((3, 5), math.nan)).max() < 5
 
 
-@pytest.mark.parametrize("kind, sampler", SAMPLERS)
+@cases("kind, sampler", SAMPLERS)
 def test_samples_come_from_the_policy(kind, sampler):
     """The first two tokens against forwards without padding, whatever the model's
     generation config says."""
@@ -978,7 +838,7 @@ def test_samples_come_from_the_policy(kind, sampler):
         )
 
 
-@pytest.mark.parametrize("kind, sampler", SAMPLERS)
+@cases("kind, sampler", SAMPLERS)
 def test_the_whole_vocabulary_is_sampled_from(kind, sampler):
     """Not transformers' 50 most probable words; a right sampler never fails this."""
     model = tiny_model(kind, vocab_size=100, initializer_range=0.01)
@@ -987,55 +847,43 @@ def test_the_whole_vocabulary_is_sampled_from(kind, sampler):
     assert len(ids.unique()) > 90
 
 
-@pytest.mark.parametrize("kind, sampler", SAMPLERS)
-def test_greedy_completions_are_those_of_transformers_without_padding(kind, sampler):
-    model = tiny_model(kind)
+@cases("look_every", [1, 16])
+@cases("kind, sampler", SAMPLERS)
+def test_greedy_completions_are_those_of_transformers_without_padding(
+    kind, sampler, look_every, monkeypatch
+):
+    monkeypatch.setattr(grpo, "LOOK_EVERY", look_every)  # rows may finish in between
+    model, eos = tiny_model(kind), list(range(1, 9))
     prompt_ids, prompt_mask, *_ = ragged_batch()
-    found = sampler(model, prompt_ids, prompt_mask, 1, 12, [1], temperature=0)
+    found = sampler(model, prompt_ids, prompt_mask, 1, 12, eos, temperature=0)
+    options = dict(do_sample=False, max_new_tokens=12, pad_token_id=1, eos_token_id=eos)
     for b in range(2):
-        prompt = prompt_ids[b : b + 1, prompt_mask[b]]
-        expected = model.generate(
-            prompt, do_sample=False, max_new_tokens=12, pad_token_id=0
-        )
-        assert (
-            grpo.completion_mask(found[b : b + 1], [1]).sum()
-            == expected.shape[1] - prompt.shape[1]
-        )
-        assert (
-            found[b].tolist()[: expected.shape[1] - prompt.shape[1]]
-            == expected[0, prompt.shape[1] :].tolist()
-        )
+        prompt = prompt_ids[b, prompt_mask[b]]
+        expected = model.generate(prompt[None], **options)[0, len(prompt) :].tolist()
+        assert found[b].tolist() == expected + [1] * (12 - len(expected))
 
 
-def test_finished_rows_are_padded_leave_the_batch_and_disturb_no_other():
-    model = tiny_model("qwen2", use_cache=False)
+def test_finished_rows_leave_the_batch():
+    model = tiny_model(use_cache=False)
     prompt_ids, prompt_mask, *_ = ragged_batch()
     torch.manual_seed(0)
     calls = watch(model.get_input_embeddings(), "forward")
     eos = list(range(1, 9))
     ids = grpo.generate(model, prompt_ids, prompt_mask, 50, 60, eos)
-    mask = grpo.completion_mask(ids, eos)
-    lengths = mask.sum(1)
+    lengths = grpo.completion_mask(ids, eos).sum(1)
     num_tokens = sum(x.numel() for (x,) in calls)
     assert num_tokens == prompt_ids.numel() + (lengths - 1).sum()
     assert len(calls) == lengths.max() < 60  # it stops when all have finished
-    assert (ids[~mask] == 1).all()
 
 
-@pytest.fixture
-def model_folder(tmp_path):
-    """A bfloat16 model with dropout and hostile defaults for generation."""
+def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(tmp_path):
     model, tokenizer = grpo.tiny_model(0)
     model.config.attention_dropout = 0.5
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.eos_token = "z"
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(HOSTILE))
-    return tmp_path
-
-
-def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(model_folder):
-    model, tokenizer, eos = grpo.load_model(str(model_folder), torch.device("cpu"), 0)
+    model, tokenizer, eos = grpo.load_model(str(tmp_path), torch.device("cpu"), 0)
     assert eos == [tokenizer.convert_tokens_to_ids("z"), 0, 7]
     assert model.dtype == torch.float32
     first, second = (grpo.token_logprobs(model, *ragged_batch()) for _ in range(2))
@@ -1045,7 +893,7 @@ def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(model_f
 # ----------------------------------------------------------------------------- update
 
 
-@pytest.mark.parametrize("budget", [1, 40, 100, 300, 10_000])
+@cases("budget", [1, 40, 100, 300, 10_000])
 def test_micro_batches_hold_every_row_once_within_the_budget(budget):
     for seed in range(50):
         torch.manual_seed(seed)
@@ -1073,18 +921,18 @@ def test_micro_batches_are_of_similar_lengths():
 
 
 def test_rows_are_taken_without_columns_of_padding():
-    model, batch = tiny_model("qwen2"), ragged_batch(4)
+    model, batch = tiny_model(), ragged_batch(4)
     part = grpo.take_rows(grpo.Batch(*batch), torch.tensor([[5, 7]]))
     assert [x.shape for x in part] == [(1, 3), (1, 3), (2, 5), (2, 5)]
     expected = slow_logprobs(model, *batch)[[5, 7], :5]
     found = grpo.token_logprobs(model, *part)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_near(found, expected)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 10.0])
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+@cases("scale", [1e-3, 10.0])
+@cases("max_grad_norm", [1.0, 0.0])
 def test_steps_and_clipping_are_those_of_torch(scale, max_grad_norm):
-    model = tiny_model("qwen2")
+    model = tiny_model()
     other = copy.deepcopy(model)
     ours = grpo.MasterAdamW(model, torch.float32)
     theirs = torch.optim.AdamW(other.parameters(), weight_decay=0)
@@ -1092,22 +940,19 @@ def test_steps_and_clipping_are_those_of_torch(scale, max_grad_norm):
         for param, twin in zip(model.parameters(), other.parameters()):
             param.grad = step * scale * torch.randn(param.shape)
             twin.grad = param.grad.clone()
-        norm = torch.nn.utils.clip_grad_norm_(
-            other.parameters(), max_grad_norm or math.inf
-        ).item()
+        norm = clip_grad_norm_(other.parameters(), max_grad_norm or math.inf).item()
         theirs.param_groups[0]["lr"] = 1e-2 / step
         theirs.step()
         found = ours.collect()
-        assert found == pytest.approx(norm, rel=1e-5)
+        assert found == approx(norm, rel=1e-5)
         ours.step(1e-2 / step, found, max_grad_norm)
-        for param, twin in zip(model.parameters(), other.parameters()):
-            torch.testing.assert_close(param, twin, atol=1e-6, rtol=1e-4)
+        assert_close(model.state_dict(), other.state_dict(), atol=1e-6, rtol=1e-4)
 
 
 def test_a_step_that_is_cut_off_counts_as_one():
-    optimizer = grpo.MasterAdamW(tiny_model("qwen2"), torch.float32)
+    optimizer = grpo.MasterAdamW(tiny_model(), torch.float32)
     optimizer.adamw.step = mock.Mock(side_effect=OSError)
-    with pytest.raises(OSError):
+    with raises(OSError):
         optimizer.step(1e-3, 1.0, 1.0)
     assert optimizer.num_steps  # so that `save` does not take it
 
@@ -1130,16 +975,16 @@ def test_masters_begin_at_random_places_in_their_cells():
     steps = 2 ** weight[9:].abs().log2().floor() / 128  # to the next bfloat16 number
     moved = (masters[9:] + 0.1 * steps).bfloat16().float() - weight[9:]
     assert moved.min() == 0
-    assert (moved > 0).float().mean().item() == pytest.approx(0.1, abs=0.005)
+    assert (moved > 0)[weight[9:] > 0].float().mean().item() == approx(0.1, abs=0.005)
     visible, hidden = moved.double().sum(), 0.1 * steps.double().sum()
-    assert visible.item() == pytest.approx(hidden.item(), rel=0.05)
+    assert visible.item() == approx(hidden.item(), rel=0.05)
     single = torch.randn(1000)  # a float32 checkpoint has lower bits of its own
     assert torch.equal(grpo.within_cell(single), single)
 
 
 def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
     """At a learning rate of 1e-6; bfloat16 weights alone would stand still."""
-    half = bfloat16_copy(tiny_model("qwen2"))
+    half = bfloat16_copy(tiny_model())
     start = copy.deepcopy(half)
     ours = grpo.MasterAdamW(half, torch.bfloat16)
     assert half.dtype == torch.bfloat16
@@ -1153,51 +998,50 @@ def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
         for param, twin in zip(half.parameters(), single):
             param.grad = torch.randn(param.shape).bfloat16()
             twin.grad = param.grad.float()
-        torch.nn.utils.clip_grad_norm_(single, 1.0)
+        clip_grad_norm_(single, 1.0)
         theirs.step()
         ours.step(1e-6, ours.collect(), 1.0)
     for param, master, twin, first in zip(
         half.parameters(), ours.masters, single, start.parameters()
     ):
-        torch.testing.assert_close(master, twin.detach(), atol=1e-9, rtol=1e-7)
+        assert_close(master, twin.detach(), atol=1e-9, rtol=1e-7)
         assert torch.equal(param, master.bfloat16())
         visible += (param.float() - first).abs().sum().item()
         expected += 40e-6 * param.numel()
-    assert visible == pytest.approx(expected, rel=0.1)
+    assert visible == approx(expected, rel=0.1)
 
 
 def make_run(model, reference=None, share_prompts=True, **options):
-    """A run with this policy, float32; `calls` are those of its log-probs."""
-    config = grpo.Config(max_completion_length=6, **options)
+    """A run with this policy; `calls` are those of its log-probs."""
+    calls, config = [], grpo.Config(max_completion_length=6, **options)
     logprobs = grpo.token_logprobs if share_prompts else grpo.plain_logprobs
-    run = grpo.Run(
-        config=config,
-        device=torch.device("cpu"),
-        output_dir=Path("nowhere"),
-        rewards={},
-        tokenizer=None,
-        eos_token_ids=[1],
-        max_positions=math.inf,
-        policy=model,
-        reference=reference,
-        adapters=None,
-        optimizer=grpo.MasterAdamW(
-            model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        ),
-        logprobs=logprobs,
-        share_prompts=share_prompts,
-        use_cache=True,
-        micro_batch_tokens=config.micro_batch_tokens or 10_000,
-    )
-    run.calls = []
 
-    def noting(model, *batch_and_temperature):
-        if model is run.policy:
-            run.calls.append(batch_and_temperature[:4])
-        return logprobs(model, *batch_and_temperature)
+    def noting(module, *batch_and_temperature):
+        if module is model:
+            calls.append(batch_and_temperature[:4])
+        return logprobs(module, *batch_and_temperature)
 
-    run.logprobs = noting
+    models = [(x, None, [1]) for x in (model, reference or copy.deepcopy(model))]
+    with mock.patch.multiple(
+        grpo,
+        choose_paths=lambda model: (noting, share_prompts, True),
+        load_model=mock.Mock(side_effect=models),
+    ):
+        run = grpo.load(config, "tiny", grpo.join_ranks(), Path("nowhere"), rewards={})
+    run.calls = calls
     return run
+
+
+def slow_grads(model, reference, batch, advantages, **options):
+    """Loss, metrics and gradients, without padding and micro-batches."""
+    logp, ref_logp = slow_logprobs(model, *batch, 0.7), None
+    if reference:
+        ref_logp = slow_logprobs(reference, *batch, 0.7).detach()
+    loss, metrics = grpo.grpo_loss(
+        logp, None, ref_logp, advantages, batch[-1], max_completion_length=6, **options
+    )
+    grads = list(gradient(loss, list(model.parameters())))
+    return dict(metrics, loss=loss, grad_norm=get_total_norm(grads)), grads
 
 
 def first_grads(run):
@@ -1207,21 +1051,14 @@ def first_grads(run):
 
 
 @variants
-@pytest.mark.parametrize(
-    "budget, share_prompts", [(24, True), (30, False), (10_000, True)]
-)
+@cases("budget, share_prompts", [(24, True), (30, False), (10_000, True)])
 def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(
-    loss_type, level, budget, share_prompts
+    variant, budget, share_prompts
 ):
-    model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
+    model, reference = tiny_model(), tiny_model(seed=1)
     batch, advantages = ragged_batch(4), torch.randn(8, 1).expand(8, 6)
-    options = dict(beta=0.1, loss_type=loss_type, importance_sampling_level=level)
-    logp = slow_logprobs(model, *batch, 0.7)
-    ref_logp = slow_logprobs(reference, *batch, 0.7).detach()
-    loss, expected = grpo.grpo_loss(
-        logp, None, ref_logp, advantages, batch[-1], max_completion_length=6, **options
-    )
-    grads = list(torch.autograd.grad(loss, list(model.parameters())))
+    options = dict(variant, beta=0.1)
+    expected, grads = slow_grads(model, reference, batch, advantages, **options)
     run = make_run(
         model,
         reference,
@@ -1232,115 +1069,100 @@ def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(
         **options,
     )
     metrics = grpo.update(run, grpo.Batch(*batch), advantages, 0.0)
-    torch.testing.assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
-    norm = torch.nn.utils.get_total_norm(grads)
-    expected = {**expected, "loss": loss, "grad_norm": norm}
+    assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
     for name, value in expected.items():
-        assert metrics[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6)
+        assert metrics[name] == approx(value.item(), rel=1e-4, abs=1e-6)
     for prompt_ids, _, completion_ids, _ in run.calls:
         num_prompts = len(prompt_ids if share_prompts else completion_ids)
         num_tokens = num_prompts * prompt_ids.shape[1] + completion_ids.numel()
         assert num_tokens <= budget
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@cases("level", ["token", "sequence"])
 def test_later_iterations_keep_the_log_probs_of_the_first(level):
     """Three updates of one rollout, with a clip range so narrow that it matters."""
-    model, reference = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
+    model, reference = tiny_model(), tiny_model(seed=1)
     batch, advantages = ragged_batch(4), torch.randn(8, 1).expand(8, 6)
-    slow = copy.deepcopy(model)
-    start = copy.deepcopy(model)
-    old_logp, ref_logp = (slow_logprobs(x, *batch).detach() for x in (slow, reference))
-    options = dict(
-        beta=0.1, epsilon=0.01, epsilon_high=0.03, importance_sampling_level=level
-    )
-    adamw = torch.optim.AdamW(slow.parameters(), weight_decay=0)
-    means = dict.fromkeys(("kl", "clip_fraction", "ratio_mean"), 0)
+    slow, start = copy.deepcopy(model), copy.deepcopy(model)
+    others = [slow_logprobs(x, *batch).detach() for x in (slow, reference)]
+    options = dict(beta=0.1, epsilon=0.01, epsilon_high=0.03)
+    options["importance_sampling_level"] = level
+    adamw = torch.optim.AdamW(slow.parameters(), lr=1e-3, weight_decay=0)
+    expected = defaultdict(float)
     for _ in range(3):
         adamw.zero_grad()
         logp = slow_logprobs(slow, *batch)
-        loss, metrics = grpo.grpo_loss(
-            logp, old_logp, ref_logp, advantages, batch[-1], **options
-        )
+        loss, means = grpo.grpo_loss(logp, *others, advantages, batch[-1], **options)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(slow.parameters(), 0.5)
+        clip_grad_norm_(slow.parameters(), 0.5)
         adamw.step()
-        for name in means:
-            means[name] += metrics[name].item() / 3
-    run = make_run(
-        model,
-        reference,
-        num_iterations=3,
-        micro_batch_tokens=30,
-        max_grad_norm=0.5,
-        **options,
-    )
+        for name, mean in dict(means, loss=loss).items():
+            expected[name] += mean.item() / 3
+    options.update(num_iterations=3, micro_batch_tokens=30, max_grad_norm=0.5)
+    run = make_run(model, reference, **options)
     metrics = grpo.update(run, grpo.Batch(*batch), advantages, 1e-3)
-    params = zip(model.parameters(), slow.parameters(), start.parameters())
-    for param, expected, first in params:
-        assert (param - expected).norm() < 0.02 * (expected - first).norm()
-    assert means["clip_fraction"] > 0.1
-    for name, mean in means.items():
-        assert metrics[name] == pytest.approx(mean, rel=1e-3)
+    for param, end, first in zip(*(x.parameters() for x in (model, slow, start))):
+        assert (param - end).norm() < 0.02 * (end - first).norm()
+    assert expected["clip_fraction"] > 0.1
+    for name, mean in expected.items():
+        assert metrics[name] == approx(mean, rel=1e-3)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("beta, num_rows", [(0.0, 4), (0.1, 8)])
+@cases("loss_type", ["grpo", "dapo", "dr_grpo"])
+@cases("beta, num_rows", [(0.0, 4), (0.1, 8)])
 def test_groups_without_advantage_are_left_out_where_that_is_exact(
     beta, num_rows, loss_type
 ):
-    model, batch = tiny_model("qwen2"), ragged_batch(4)
+    model, batch = tiny_model(), ragged_batch(4)
     advantages = torch.randn(8, 1).expand(8, 6).clone()
     advantages[:5] = 0  # one group and one completion of the other
-    reference = tiny_model("qwen2", seed=1) if beta else None
-    ref_logp = slow_logprobs(reference, *batch).detach() if beta else None
-    logp = slow_logprobs(model, *batch)
+    reference = tiny_model(seed=1) if beta else None
     options = dict(beta=beta, loss_type=loss_type)
-    loss, _ = grpo.grpo_loss(
-        logp, None, ref_logp, advantages, batch[-1], max_completion_length=6, **options
-    )
-    grads = list(torch.autograd.grad(loss, list(model.parameters())))
-    run = make_run(model, reference, max_grad_norm=0.0, **options)
+    _, grads = slow_grads(model, reference, batch, advantages, **options)
+    options.update(temperature=0.7, max_grad_norm=0.0)
+    run = make_run(model, reference, **options)
     metrics = grpo.update(run, grpo.Batch(*batch), advantages, 0.0)
-    torch.testing.assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
-    assert metrics["ratio_mean"] == pytest.approx(1)
-    assert sum(len(completion_ids) for _, _, completion_ids, _ in run.calls) == num_rows
+    assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
+    assert metrics["ratio_mean"] == approx(1)
+    assert sum(len(x[2]) for x in run.calls) == num_rows
 
 
 def test_a_batch_without_any_advantage_moves_nothing():
-    run = make_run(tiny_model("qwen2"), beta=0.0)
+    run = make_run(tiny_model(), beta=0.0)
     batch = grpo.Batch(*ragged_batch())
     assert grpo.update(run, batch, torch.zeros(6, 6), 1e-3)["grad_norm"] == 0
 
 
 def test_parts_without_tokens_that_wait_for_other_ranks_add_nothing(monkeypatch):
     results = []
-    for num_parts in (1, 3):
-        monkeypatch.setattr(
-            grpo, "all_gather", lambda x, n=num_parts: [x, n] if x == 1 else [x]
-        )
-        run = make_run(tiny_model("qwen2"), tiny_model("qwen2", seed=1))
-        batch = grpo.Batch(*ragged_batch())
-        metrics = grpo.update(run, batch, torch.ones(6, 6), 1e-3)
-        assert len(run.calls) == num_parts
+    for more in (0, 2):  # parts of a second rank, which has the same sums
+        run = make_run(tiny_model(), tiny_model(seed=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo, "WORLD_SIZE", 2)
+            patch.setattr(
+                grpo,
+                "all_gather",
+                lambda x, more=more: [x, x + more if type(x) is int else x],
+            )
+            batch = grpo.Batch(*ragged_batch())
+            metrics = grpo.update(run, batch, torch.ones(6, 6), 1e-3)
+        assert len(run.calls) == 1 + more
         results.append([*run.policy.parameters(), torch.tensor([*metrics.values()])])
-    torch.testing.assert_close(*results)
+    assert_close(*results)
 
 
-@pytest.mark.parametrize(
-    "budget, dtype", [(10_000, torch.bfloat16), (24, torch.float32)]
-)
+@cases("budget, dtype", [(10_000, torch.bfloat16), (24, torch.float32)])
 def test_gradients_of_several_micro_batches_are_summed_in_float32(budget, dtype):
-    model = tiny_model("qwen2")
+    model = tiny_model()
     run = make_run(model, dtype="bfloat16", micro_batch_tokens=budget)
     run.optimizer.collect = lambda: math.nan  # leaves the gradients where they are
     grpo.update(run, grpo.Batch(*ragged_batch()), torch.ones(6, 6), 1e-3)
     assert {param.grad.dtype for param in model.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("advantage", [math.inf, math.nan])
+@cases("advantage", [math.inf, math.nan])
 def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
-    model, advantages = tiny_model("qwen2"), torch.ones(6, 6)
+    model, advantages = tiny_model(), torch.ones(6, 6)
     advantages[0, 0] = advantage
     run = make_run(model)
     before = copy.deepcopy([model.state_dict(), run.optimizer.state()])
@@ -1348,7 +1170,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
     metrics = grpo.update(run, batch, advantages, 1e-3)
     assert metrics["skipped"] == 1 and not math.isfinite(metrics["grad_norm"])
     after = [model.state_dict(), run.optimizer.state()]
-    torch.testing.assert_close(after, before, atol=0, rtol=0)
+    assert_close(after, before, atol=0, rtol=0)
     assert grpo.update(run, batch, torch.ones(6, 6), 1e-3)["skipped"] == 0
     assert not torch.equal(model.lm_head.weight, before[0]["lm_head.weight"])
 
@@ -1365,13 +1187,13 @@ mean_log_ratio | grpo.mean_log_ratio(logp, mask)
 clipped_surrogate | grpo.clipped_surrogate(logp, old_logp, advantages)
 grpo_loss | grpo.grpo_loss(logp, old_logp, ref_logp, advantages, mask)[0]
 sample | grpo.sample(logp, 0)
-token_logprobs | grpo.token_logprobs(tiny_model("qwen2"), *ragged_batch())
-plain_logprobs | grpo.plain_logprobs(tiny_model("qwen2"), *ragged_batch())
-generate | grpo.generate(tiny_model("qwen2"), *ragged_batch()[:2], 2, 5, [1], 0)
+token_logprobs | grpo.token_logprobs(tiny_model(), *ragged_batch())
+plain_logprobs | grpo.plain_logprobs(tiny_model(), *ragged_batch())
+generate | grpo.generate(tiny_model(), *ragged_batch()[:2], 2, 5, [1], 0)
 """
 
 
-@pytest.mark.parametrize("name, call", table(PASTED))
+@cases("name, call", table(PASTED))
 def test_a_function_works_alone_with_what_its_docstring_names(name, call):
     """Constants and what comes from elsewhere are given as they are."""
     needs = inspect.getdoc(getattr(grpo, name)).partition("Needs ")[2]
@@ -1380,47 +1202,34 @@ def test_a_function_works_alone_with_what_its_docstring_names(name, call):
         scope[needed] = getattr(grpo, needed)
         if getattr(scope[needed], "__module__", "") == "grpo":
             exec(inspect.getsource(scope[needed]), scope)
-    logp, old_logp, ref_logp, advantages, mask = random_batch()
+    batch = logp, old_logp, ref_logp, advantages, mask = random_batch()
     values = dict(globals(), **locals(), ids=torch.tensor([[5, 2, 2]]))
     pasted = dict(values, grpo=SimpleNamespace(**scope))
-    torch.testing.assert_close(eval(call, pasted), eval(call, values))
+    assert_close(eval(call, pasted), eval(call, values))
+    assert_close(batch, random_batch(), atol=0, rtol=0)  # it leaves its inputs alone
 
 
 # ---------------------------------------------------------------------- random shapes
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 4),
-    st.integers(2, 5),
-    st.integers(1, 7),
-    st.integers(0, 2**31),
-    st.sampled_from(VARIANTS),
-)
-def test_functions_of_any_shape_give_finite_numbers(
-    num_prompts, num_generations, length, seed, variant
-):
-    torch.manual_seed(seed)
-    size = num_prompts * num_generations
-    mask = grpo.completion_mask(torch.randint(0, 4, (size, length)), [0, 1])
+@given(st.randoms(use_true_random=False), st.sampled_from(VARIANTS))
+def test_functions_of_any_shape_give_finite_numbers(rng, variant):
+    num_prompts, num_generations = rng.randint(1, 4), rng.randint(2, 5)
+    torch.manual_seed(rng.randrange(2**31))
+    shape = num_prompts * num_generations, rng.randint(1, 7)
+    mask = grpo.completion_mask(torch.randint(0, 4, shape), [0, 1])
     assert mask[:, 0].all() and (mask[:, 1:] <= mask[:, :-1]).all()
-    rewards = torch.randint(0, 3, (size,)).float()
+    rewards = torch.randint(0, 3, shape[:1]).float()
     outcome = grpo.group_advantages(rewards, num_generations)
     assert outcome.view(num_prompts, -1).mean(1).abs().max() < 1e-5
-    step_ends = [range(n) for n in mask.sum(1)]
-    step_rewards = [torch.rand(len(ends)).tolist() for ends in step_ends]
-    process = grpo.process_advantages(step_rewards, step_ends, num_generations, length)
+    ends = [range(n) for n in mask.sum(1)]
+    steps = [torch.rand(len(x)).tolist() for x in ends]
+    process = grpo.process_advantages(steps, ends, num_generations, shape[1])
     assert not process[~mask].any()
-    logps = -5 * torch.rand(3, size, length)
-    for advantages in (outcome, process):
-        loss, metrics = grpo.grpo_loss(
-            *logps,
-            advantages,
-            mask,
-            loss_type=variant[0],
-            importance_sampling_level=variant[1],
-        )
-        assert all(x.isfinite() and x.shape == () for x in (loss, *metrics.values()))
+    logps, advantages = -5 * torch.rand(3, *shape), outcome[:, None] + process
+    loss, metrics = grpo.grpo_loss(*logps, advantages, mask, **variant)
+    assert all(x.isfinite() and x.shape == () for x in (loss, *metrics.values()))
 
 
 # ----------------------------------------------------------------------------- options
@@ -1445,9 +1254,9 @@ chat-template maybe
 maximum 5"""
 
 
-@pytest.mark.parametrize("option", WRONG_OPTIONS.splitlines())
+@cases("option", WRONG_OPTIONS.splitlines())
 def test_wrong_options_are_named(option, capsys):
-    with pytest.raises((grpo.Error, SystemExit)) as stop:
+    with raises((Error, SystemExit)) as stop:
         grpo.parse_args(f"--{option}".split())
     assert option.split()[0] in f"{stop.value} {capsys.readouterr().err}"
 
@@ -1461,7 +1270,7 @@ def test_what_the_user_types_wins():
 
 def test_help_tells_every_option_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
+    with raises(SystemExit):
         grpo.parse_args(["--help"])
     text = capsys.readouterr().out
     for field in dataclasses.fields(grpo.Config):
@@ -1472,7 +1281,7 @@ def test_help_tells_every_option_in_80_columns(capsys, monkeypatch):
     assert ", ".join(grpo.REWARDS) in " ".join(text.split())
 
 
-@pytest.mark.parametrize("name", ["", "/", "/checkpoint-2", "/checkpoint-2/"])
+@cases("name", ["", "/", "/checkpoint-2", "/checkpoint-2/"])
 def test_a_run_is_resumed_with_its_own_options(tmp_path, name):
     first, second = dict(model="x", beta=0.5), dict(model="x", beta=0.25)
     (tmp_path / "options.json").write_text(json.dumps(first))
@@ -1481,8 +1290,11 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, name):
     assert Path(config.output_dir) == tmp_path
     assert (config.model, config.beta, config.max_steps) == ("x", 0.5, 2)
     for word in "--seed --data --eval-data --sft-steps --lora-rank --model".split():
-        with pytest.raises(grpo.Error, match=f"its own {word};.* max_steps"):
+        with raises(Error, match=f"its own {word};.* max_steps"):
             grpo.parse_args([*resume, word, "1"])
+    others = "--learning-rate 1 --eval-every 1 --save-every 1 --micro-batch-tokens 1"
+    others += " --unsafe-code --report-to trackio"
+    assert grpo.parse_args([*resume, *others.split()]).report_to == "trackio"
     (tmp_path / "checkpoint-10").mkdir()  # with what was given anew
     (tmp_path / "checkpoint-10" / "options.json").write_text(json.dumps(second))
     assert grpo.parse_args(resume).beta == 0.25
@@ -1491,21 +1303,21 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, name):
 # -------------------------------------------------------------------------------- data
 
 MESSAGES = [dict(role="user", content="1+1?")]
-ROWS = [  # line, prompt, answers
-    (r'{"question": "1+1?", "answer": "1 and 1\n#### 1,002"}', "1+1?", ["1,002"]),
-    (r'{"problem": "1+1?", "solution": "so \\boxed{2}"}', "1+1?", ["2"]),
-    ('{"prompt": "1+1?", "answer": 0}', "1+1?", ["0"]),
-    ('{"prompt": "1+1?", "answer": ["2", "two"]}', "1+1?", ["2", "two"]),
-    ('{"prompt": "1\u2028?\x85", "answer": "2"}\n\n', "1\u2028?\x85", ["2"]),
-    ('\ufeff{"prompt": "1+1?", "answer": "2"}', "1+1?", ["2"]),
-    (json.dumps(dict(prompt=MESSAGES, answer="2")), MESSAGES, ["2"]),
-    ('{"prompt": "1+1?", "answer": null, "solution": "2"}', "1+1?", ["2"]),
-    (' \n{"prompt": "1+1?", "answer": "2"}\n\t\n', "1+1?", ["2"]),
-]
+ROWS = values(r"""
+'{"question": "1+1?", "answer": "1 and 1\\n#### 1,002"}' | "1+1?" | ["1,002"]
+r'{"problem": "1+1?", "solution": "so \\boxed{2}"}' | "1+1?" | ["2"]
+'{"prompt": "1+1?", "answer": 0}' | "1+1?" | ["0"]
+'{"prompt": "1+1?", "answer": ["2", "two"]}' | "1+1?" | ["2", "two"]
+'{"prompt": "1\u2028?\x85", "answer": "2"}\n\n' | "1\u2028?\x85" | ["2"]
+'\ufeff{"prompt": "1+1?", "answer": "2"}' | "1+1?" | ["2"]
+json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | ["2"]
+'{"prompt": "1+1?", "answer": null, "solution": "2"}' | "1+1?" | ["2"]
+' \n{"prompt": "1+1?", "answer": "2"}\n\t\n' | "1+1?" | ["2"]
+""")  # line, prompt, answers
 
 
-@pytest.mark.parametrize("line, prompt, answers", ROWS)
-@pytest.mark.parametrize("name", ["data.jsonl", "data"])
+@cases("line, prompt, answers", ROWS)
+@cases("name", ["data.jsonl", "data"])
 def test_data_in_the_usual_forms(tmp_path, name, line, prompt, answers):
     path = tmp_path / name
     path.write_text(line, encoding="utf-8")
@@ -1533,8 +1345,8 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": "\ud800", "answer": "1"}"""
 
 
-@pytest.mark.parametrize("line", WRONG_LINES.splitlines())
-@pytest.mark.parametrize("reward", ["accuracy", "math"])
+@cases("line", WRONG_LINES.splitlines())
+@cases("reward", ["accuracy", "math"])
 def test_wrong_lines_are_left_out_and_named(tmp_path, line, reward, capsys):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n\n' + line)
@@ -1542,43 +1354,54 @@ def test_wrong_lines_are_left_out_and_named(tmp_path, line, reward, capsys):
     output = capsys.readouterr().out
     assert "1 lines are left out: " in output and "data.jsonl:3: " in output
     path.write_text(line)
-    with pytest.raises(grpo.Error, match="data.jsonl:1: "):
+    with raises(Error, match="data.jsonl:1: "):
         grpo.read_rows(str(path), {reward: None})
 
 
-def test_answers_in_latex_want_the_math_reward(tmp_path):
+def test_rewards_want_answers_that_they_can_judge(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(dict(prompt="a", answer=r"2\sqrt{2}")))
+    path.write_text('{"prompt": "a", "answer": "2\\\\sqrt{2}"}')
     assert grpo.read_rows(str(path), dict(math=None))
-    with pytest.raises(grpo.Error, match="--reward math"):
+    with raises(Error, match="--reward math"):
         grpo.read_rows(str(path), dict(accuracy=None))
-
-
-def test_other_rewards_need_no_answers(tmp_path):
-    path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a"}')
-    assert len(grpo.read_rows(str(path), dict(format=None))) == 1
+    assert grpo.read_rows(str(path), dict(format=None))
 
 
-def test_held_out_rows_are_any_and_never_trained_on(tmp_path):
-    data = [dict(prompt=str(i), answer=i) for i in range(300)]
+@cases("size, num_held_out", [(300, 30), (9, 0)])
+def test_held_out_rows_are_any_and_never_trained_on(
+    tmp_path, capsys, size, num_held_out
+):
+    data = [dict(prompt=str(i), answer=i) for i in range(size)]
     data[7]["level"] = 5  # other rows lack this column: rewards get None
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
     config = grpo.Config(data=f"{tmp_path}/data.jsonl")
+    Path(config.data).write_text("\n".join(map(json.dumps, data)))
     _, rows, held_out = grpo.set_up(config, torch.device("cpu"), tmp_path)
-    assert len(rows) == 270 and len(held_out) == 30
-    assert len({row["answer"] for row in rows + held_out}) == 300
-    assert max(row["answer"] for row in held_out) >= 150  # by chance: 1 in 10**9
+    answers = [row["answer"] for row in held_out + rows]
+    assert sorted(answers) == list(range(size)) and len(held_out) == num_held_out
+    assert max(answers[:30]) >= size / 2  # by chance: 1 in 10**9
     assert {row.get("level", 0) for row in rows} <= {5, None}
+    assert ("nothing is evaluated" in capsys.readouterr().out) == (not held_out)
+
+
+@cases("model", ["tiny", "other"])
+def test_built_in_sums_have_right_answers(model):
+    for row in grpo.arithmetic(model, seed=0):
+        task = row["prompt"].removeprefix("Calculate ").rstrip("=.")
+        equation = re.fullmatch(r"Solve for x: (.*) \* x \+ (.*) = (.*)", task)
+        if equation:
+            a, b, c = map(int, equation.groups())
+            assert a * row["answer"] + b == c
+        else:
+            assert row["answer"] == eval(task)
 
 
 def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
     rows = range(9)
-    steps = [grpo.prompt_batch(rows, step, 3, seed=5) for step in range(6, 0, -1)]
-    first, second = sum(steps[:2:-1], []), sum(steps[2::-1], [])
-    assert sorted(first) == sorted(second) == list(rows)
-    assert first != second
-    assert grpo.prompt_batch(rows, 1, 3, seed=6) != first[:3]
+    steps = [grpo.prompt_batch(rows, step, 3, seed=5) for step in (6, 5, 4, 3, 2, 1)]
+    second, first = sum(steps[:3], []), sum(steps[3:], [])
+    assert sorted(first) == sorted(second) == list(rows) and first != second
+    assert grpo.prompt_batch(rows, 1, 3, seed=6) != steps[-1]
 
 
 # ----------------------------------------------------------------------------- prompts
@@ -1589,13 +1412,13 @@ CHATML = (
 )
 ASKED = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
 RAISING = "{{ raise_exception('no system message, please') }}"
-TEMPLATES = [  # template, EOS, --chat-template, prompt
-    (None, "<eos>", "auto", "1+1="),
-    (CHATML, "<eos>", "auto", "1+1="),  # a base model, which never saw its template
-    (CHATML, "<|im_end|>", "auto", ASKED),
-    (CHATML, "<|im_end|>", "off", "1+1="),
-    (CHATML, "<eos>", "on", ASKED),
-]
+TEMPLATES = """
+None | "<eos>" | "auto" | "1+1="
+CHATML | "<eos>" | "auto" | "1+1="
+CHATML | "<|im_end|>" | "auto" | ASKED
+CHATML | "<|im_end|>" | "off" | "1+1="
+CHATML | "<eos>" | "on" | ASKED
+"""  # a base model has a template that it never saw
 
 
 def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
@@ -1624,7 +1447,7 @@ def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
     return rows
 
 
-@pytest.mark.parametrize("template, eos, option, prompt", TEMPLATES)
+@cases("template, eos, option, prompt", values(TEMPLATES))
 def test_a_chat_template_is_used_where_its_end_stops_the_model(
     template, eos, option, prompt
 ):
@@ -1632,22 +1455,16 @@ def test_a_chat_template_is_used_where_its_end_stops_the_model(
     assert row["prompts"] == prompt
 
 
-@pytest.mark.parametrize("option", ["on", "auto"])
-def test_a_template_that_raises_is_an_error(option):
-    with pytest.raises(grpo.Error, match="no system message.*--chat-template"):
-        encode(["1+1="], RAISING, chat_template=option)
-
-
 SYSTEM = dict(role="system", content="be kind")
 USER = dict(role="user", content="1+1=")
-CONVERSATIONS = [  # prompt, what is rendered
-    ("1+1=", "<|im_start|>system\nbe brief<|im_end|>\n" + ASKED),
-    ([USER], "<|im_start|>system\nbe brief<|im_end|>\n" + ASKED),
-    ([SYSTEM, USER], "<|im_start|>system\nbe kind<|im_end|>\n" + ASKED),
-]
+CONVERSATIONS = r"""
+"1+1=" | "<|im_start|>system\nbe brief<|im_end|>\n" + ASKED
+[USER] | "<|im_start|>system\nbe brief<|im_end|>\n" + ASKED
+[SYSTEM, USER] | "<|im_start|>system\nbe kind<|im_end|>\n" + ASKED
+"""
 
 
-@pytest.mark.parametrize("prompt, expected", CONVERSATIONS)
+@cases("prompt, expected", values(CONVERSATIONS))
 def test_conversations_keep_their_system_turn(prompt, expected):
     (row,) = encode([prompt], CHATML, system_prompt="be brief")
     assert row["prompts"] == expected
@@ -1666,15 +1483,10 @@ def test_over_long_and_empty_prompts_are_left_out(capsys):
     assert [row["prompts"] for row in rows] == ["q:1+1="]
     assert "1 of 2 prompts" in capsys.readouterr().out
     assert encode([""], None) == []
+    assert encode(["1" * 488], None)  # and of 512 more, as 1000 positions hold
 
 
-def test_what_is_longer_than_the_positions_of_a_model_is_an_error():
-    assert encode(["1" * 488], None)
-    with pytest.raises(grpo.Error, match="489 tokens.* 512 .* 1000 positions"):
-        encode(["1" * 489], None)
-
-
-@pytest.mark.parametrize("reward", ["accuracy=2", "math"])
+@cases("reward", ["accuracy=2", "math"])
 def test_answers_are_asked_for_in_a_box(reward):
     (row,) = encode(["1+1?"], None, reward=("format", reward))
     assert row["prompts"].startswith("1+1?\nReason") and "\\boxed{}" in row["prompts"]
@@ -1802,46 +1614,45 @@ def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
     assert not score([f"{mine}:judges_none"]).outcome.any()
 
 
-LINES = [  # completion, index of each step's last token
-    ("1+1\n2+2<eos>", [3, 7]),
-    ("1+1\n\n2+2\n<eos>", [3, 9]),  # a blank line is no step
-    ("\n\n1+1<eos>", [5]),
-    ("1+1\n2+2", [3, 6]),  # cut off
-    (" \n <eos>", []),
-]
+LINES = r"""
+"1+1\n2+2<eos>" | [3, 7]
+"1+1\n\n2+2\n<eos>" | [3, 9]
+"\n\n1+1<eos>" | [5]
+"1+1\n2+2" | [3, 6]
+" \n <eos>" | []
+"9.\n1+1<eos>" | [0, 3]
+"""  # a blank line is no step; the last token of the tokenizer has a break within
 
 
-@pytest.mark.parametrize("text, ends", LINES)
+@cases("text, ends", values(LINES))
 def test_steps_end_where_their_lines_do(text, ends):
     tokenizer = grpo.tiny_model(0)[1]
+    tokenizer.add_tokens(["9.\n1"])
     steps = grpo.split_steps(tokenizer, tokenizer.encode(text))
     assert [end for _, end in steps] == ends
 
 
-def test_a_line_may_end_within_a_token():
-    tokenizer = grpo.tiny_model(0)[1]
-    tokenizer.add_tokens(["9.\n1"])
-    ids = tokenizer.encode("9.\n1+1<eos>")
-    assert [end for _, end in grpo.split_steps(tokenizer, ids)] == [0, 3]
+WEIGHTS = """
+2 | [[2.0, 0.0], [0.0]] | [[1, 3], [1]]
+0 | [[], []] | [[], []]
+"""  # at 0 a reward is only logged
 
 
-def test_lists_are_rewards_of_steps_beside_those_of_outcomes(mine):
-    rewards = [f"{mine}:each_line=2", "accuracy", "format=0"]
+@cases("weight, step_rewards, step_ends", values(WEIGHTS))
+def test_lists_are_rewards_of_steps_beside_those_of_outcomes(
+    mine, weight, step_rewards, step_ends
+):
+    rewards = [f"{mine}:each_line={weight}", "accuracy", "format=0"]
     scores = score(rewards, ["1\n2<eos>", "3<eos>"])
     assert scores.columns["rewards/each_line"].tolist() == [0.5, 0.0]
-    assert scores.columns["reward"].tolist() == [2.0, 0.0]
+    assert scores.columns["reward"].tolist() == [1 + weight / 2, 0.0]
     assert scores.outcome.tolist() == [1.0, 0.0]
-    assert scores.step_rewards == [[2.0, 0.0], [0.0]]
-    assert scores.step_ends == [[1, 3], [1]]
-    scores = score([f"{mine}:each_line=0", "accuracy"], ["1\n2<eos>", "3<eos>"])
-    assert not any(scores.step_rewards + scores.step_ends)  # it is only logged
-    assert scores.columns["rewards/each_line"].tolist() == [0.5, 0.0]
-    assert scores.columns["reward"].tolist() == scores.outcome.tolist() == [1.0, 0.0]
+    assert (scores.step_rewards, scores.step_ends) == (step_rewards, step_ends)
 
 
-@pytest.mark.parametrize("name", WRONG_REWARDS)
+@cases("name", WRONG_REWARDS)
 def test_a_reward_that_goes_wrong_is_named(mine, name):
-    with pytest.raises(grpo.Error, match=f"reward {name} failed: .+") as stop:
+    with raises(Error, match=f"reward {name} failed: .+") as stop:
         score([f"{mine}:{name}"])
     assert "\n" not in str(stop.value)
 
@@ -1849,30 +1660,30 @@ def test_a_reward_that_goes_wrong_is_named(mine, name):
 WRONG_NAMES = "acuracy accuracy=much {mine}:missing {mine}: missing.py:f ="
 
 
-@pytest.mark.parametrize("spec", WRONG_NAMES.split())
+@cases("spec", WRONG_NAMES.split())
 def test_a_reward_that_is_not_there_is_named(mine, spec):
     spec = spec.format(mine=mine)
-    with pytest.raises(grpo.Error, match=f"--reward {spec}: .*accuracy, math, format"):
+    with raises(Error, match=f"--reward {spec}: .*accuracy, math, format"):
         grpo.load_rewards([spec])
 
 
 # -------------------------------------------------------------- rewards of the README
 
-README_SCORES = [  # reward, completion, other columns, score
-    ("short_and_right", "so 42", dict(answer="42", completion_ids=[1, 2]), 0.998),
-    ("short_and_right", "so 41", dict(answer="42", completion_ids=[1, 2]), 0.0),
-    ("language", "so x = 因此 5", dict(), 0.6),
-    ("language", "42", dict(), None),
-    ("step", "", dict(steps=["3+4=7", "7 * 5 = 36", "2+3+4=9"]), [1.0, 0.0, 0.5]),
-]
-REPLIES = {
-    "Score: 7": 0.7,
-    "**Score:** 7.5/10": 0.75,
-    "<think>Score: 1</think>Score: 7": 0.7,
-    "Score: 12": 1.0,
-    "Score: -3": 0.0,
-    "seven": None,
-}
+README_SCORES = """
+"short_and_right" | "so 42" | dict(answer="42", completion_ids=[1, 2]) | 0.998
+"short_and_right" | "so 41" | dict(answer="42", completion_ids=[1, 2]) | 0.0
+"language" | "so x = 因此 5" | dict() | 0.6
+"language" | "42" | dict() | None
+"step" | "" | dict(steps=["3+4=7", "7 * 5 = 36", "2+3+4=9"]) | [1.0, 0.0, 0.5]
+"""
+REPLIES = """
+Score: 7 | 0.7
+**Score:** 7.5/10 | 0.75
+<think>Score: 1</think>Score: 7 | 0.7
+Score: 12 | 1.0
+Score: -3 | 0.0
+seven | None
+"""
 NO_REPLIES = r"""<html>busy</html>
 {"error": "overloaded"}
 {"choices": []}
@@ -1891,12 +1702,12 @@ def readme(tmp_path):
     return grpo.import_file(path)
 
 
-@pytest.mark.parametrize("name, completion, columns, expected", README_SCORES)
+@cases("name, completion, columns, expected", values(README_SCORES))
 def test_rewards_of_the_readme(readme, name, completion, columns, expected):
     columns = {column: [value] for column, value in columns.items()}
     common = dict(prompts=[""], completions=[completion], finished=[True])
     (score,) = getattr(readme, name)(**common, **columns)
-    assert score == pytest.approx(expected, abs=1e-5)
+    assert score == approx(expected, abs=1e-5)
 
 
 def reply_of(content):
@@ -1907,13 +1718,13 @@ def reply_of(content):
 def test_the_judge_of_the_readme(readme, monkeypatch):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    for content, score in REPLIES.items():
-        answers = mock.Mock(side_effect=[OSError("busy"), reply_of(content)])
-        monkeypatch.setattr("urllib.request.urlopen", answers)
-        assert readme.judge(prompts=["q"], completions=["a"]) == [score]
+    for content, score in table(REPLIES):
+        urlopen = mock.Mock(side_effect=[OSError("busy"), reply_of(content)])
+        monkeypatch.setattr("urllib.request.urlopen", urlopen)
+        assert readme.judge(prompts=["q"], completions=["a"]) == [eval(score)]
     for line in NO_REPLIES.splitlines():
         pauses.clear()
-        urlopen = mock.Mock(side_effect=lambda *a, **b: io.BytesIO(line.encode()))  # noqa: B023
+        urlopen = mock.Mock(side_effect=[io.BytesIO(line.encode()) for _ in range(9)])
         monkeypatch.setattr("urllib.request.urlopen", urlopen)
         assert readme.judge(prompts=["q"], completions=["a"]) == [None]
         assert pauses == [1, 4, 15, 60, 0]
@@ -1932,7 +1743,7 @@ def test_the_judge_is_asked_in_parallel(readme, monkeypatch):
     assert scores == [i % 10 / 10 for i in range(32)]  # in the order of the questions
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages[-1].content }}<eos>"])
+@cases("template", [None, "{{ messages[-1].content }}<eos>"])
 def test_the_reward_model_of_the_readme(readme, tmp_path, template):
     _, tokenizer = grpo.tiny_model(0)
     tokenizer.bos_token, tokenizer.pad_token = "#", None
@@ -1952,7 +1763,7 @@ def test_the_reward_model_of_the_readme(readme, tmp_path, template):
         expected.append(model.score(hidden[:, -1]).item())
     for _ in range(2):
         scores = readme.reward_model([""] * 20, texts, messages=[[]] * 20)
-        assert scores == pytest.approx(expected, abs=1e-4)
+        assert scores == approx(expected, abs=1e-4)
     assert readme.load_reward_model.cache_info().misses == 1
 
 
@@ -1961,50 +1772,50 @@ def test_the_reward_model_of_the_readme(readme, tmp_path, template):
 GOOD = "def add(a, b):\n    return a + b\n"
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 BLOCK = f"Here it is:\n```python\n{GOOD}```\nDone."
-COMPLETIONS = [  # completion, tests, reward
-    (BLOCK, TESTS, 1.0),
-    (BLOCK, TESTS.splitlines(), 1.0),
-    (BLOCK, ["x = 0", "assert x"], 0.0),
-    (BLOCK, None, None),
-    (BLOCK, [], None),
-    (f"```python\nfrom __future__ import annotations\n{GOOD}```", TESTS, 1.0),
-    ("```python\nx = 1\n```\n" + BLOCK, TESTS, 1.0),  # the last block counts
-    (BLOCK + "\n```\n3\n```", TESTS, 1.0),  # what the program prints
-    (BLOCK + "\n```python\nx = 1\n```", TESTS, 0.0),
-    (f"```\n{GOOD}```", TESTS, 1.0),
-    (f"  ```Python3\n{GOOD}\n  ```", TESTS, 1.0),
-    (f"```python\n{GOOD}", TESTS, 0.0),  # cut off
-]
+COMPLETIONS = r"""
+BLOCK | TESTS | 1.0
+BLOCK | TESTS.splitlines() | 1.0
+BLOCK | ["x = 0", "assert x"] | 0.0
+BLOCK | None | None
+BLOCK | [] | None
+f"```python\nfrom __future__ import annotations\n{GOOD}```" | TESTS | 1.0
+"```python\nx = 1\n```\n" + BLOCK | TESTS | 1.0
+BLOCK + "\n```\n3\n```" | TESTS | 1.0
+BLOCK + "\n```python\nx = 1\n```" | TESTS | 0.0
+f"```\n{GOOD}```" | TESTS | 1.0
+f"  ```Python3\n{GOOD}\n  ```" | TESTS | 1.0
+f"```python\n{GOOD}" | TESTS | 0.0
+"""  # the last block counts, but not what the program prints; the last one is cut off
 
 
 def test_code_reward_runs_the_last_block_of_python():
-    completions, tests, expected = map(list, zip(*COMPLETIONS))
+    completions, tests, expected = map(list, zip(*values(COMPLETIONS)))
     ((reward, _),) = grpo.load_rewards(["code"], unsafe_code=True).values()
     found = reward(prompts=completions, completions=completions, tests=tests)
     assert found == expected
 
 
-BAD_CODE = {
-    "wrong": GOOD.replace("+", "-"),
-    "syntax": "def add(a, b:\n",
-    "endless loop": "while True: pass",
-    "sleep": "import time; time.sleep(100)",
-    "memory": GOOD + "x = bytearray(10**9)",
-    "output": GOOD + "import sys\nfor _ in range(10**6): sys.stdout.write('x' * 10**4)",
-    "exit": "raise SystemExit(0)",
-    "hard exit": "import os; print('passed', flush=True); os._exit(0)",
-    "forks": "import os\nfor _ in range(7): os.fork()\nos.setsid()\nwhile True: pass",
-}
+BAD_CODE = r"""
+GOOD.replace("+", "-")
+"def add(a, b:\n"
+"while True: pass"
+"import time; time.sleep(100)"
+GOOD + "x = bytearray(10**9)"
+GOOD + "import sys\nfor _ in range(10**6): sys.stdout.write('x' * 10**4)"
+"raise SystemExit(0)"
+"import os; print('passed', flush=True); os._exit(0)"
+"import os\nfor _ in range(7): os.fork()\nos.setsid()\nwhile True: pass"
+"""
 BWRAP = subprocess.run("bwrap --unshare-all --ro-bind / / true", shell=True)
 needs_bwrap = pytest.mark.skipif(BWRAP.returncode, reason="bubblewrap does not work")
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", BAD_CODE)
-def test_code_that_does_not_pass_is_stopped(name):
+@cases("code", [code for (code,) in values(BAD_CODE)])
+def test_code_that_does_not_pass_is_stopped(code):
     start = time.perf_counter()
     assert grpo.run_tests(GOOD, TESTS)
-    assert not grpo.run_tests(BAD_CODE[name], TESTS, seconds=1)
+    assert not grpo.run_tests(code, TESTS, seconds=1)
     assert time.perf_counter() - start < 10  # 1 second of work, 3 in all
 
 
@@ -2017,13 +1828,13 @@ ESCAPES = {
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", ESCAPES)
+@cases("name", ESCAPES)
 def test_code_sees_nothing_of_the_user(tmp_path, name):
-    (tmp_path / "mine").write_text("mine")
+    file = tmp_path / "mine"
+    file.write_text("mine")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        file = str(tmp_path / "mine")
-        code = ESCAPES[name].format(file=file, pid=os.getpid(), port=port)
+        code = ESCAPES[name].format(file=str(file), pid=os.getpid(), port=port)
         assert grpo.run_tests(code, "", unsafe_code=True)  # it would work
         assert not grpo.run_tests(code, "")
 
@@ -2046,7 +1857,7 @@ def test_code_sees_no_environment(monkeypatch):
 def test_without_bubblewrap_the_code_reward_is_refused(monkeypatch):
     for command, words in (("no-such-command", "not found"), ("ls --no-such", "ls: ")):
         monkeypatch.setattr(grpo, "SANDBOX", command)  # it is not there, or not allowed
-        with pytest.raises(grpo.Error, match=f"{words}.*bubblewrap.*--unsafe-code"):
+        with raises(Error, match=f"{words}.*bubblewrap.*--unsafe-code"):
             grpo.load_rewards(["code"])
 
 
@@ -2073,6 +1884,9 @@ skipped completion_length truncated_fraction zero_std_fraction learning_rate num
 rollout_seconds update_seconds step_seconds peak_memory_gb"""
 
 
+NUMBERS = "reward rewards/varied rewards/accuracy advantage finished"
+
+
 def write_varied(folder):
     """Options for a reward that fails in its call FAIL_AT, if that is set."""
     Path(folder, "varied.py").write_text(VARIED)
@@ -2085,10 +1899,21 @@ def varied(tmp_path):
 
 
 def train(folder, *options):
-    """A run in this process."""
+    """A run in this process -> its training steps."""
     words = " ".join(map(str, options)).split()
     grpo.import_file.cache_clear()  # as in a process of its own
     grpo.train(grpo.parse_args([*words, "--output-dir", str(folder)]))
+    return [row for row in metrics_of(folder) if "loss" in row]
+
+
+def resume(folder, *options):
+    """Go on with a run in this process."""
+    words = " ".join(map(str, ["--resume", folder, *options])).split()
+    grpo.train(grpo.parse_args(words))
+
+
+def saved_steps(folder):
+    return [int(x.name[11:]) for x in grpo.checkpoints(folder)]
 
 
 @pytest.fixture(autouse=True)
@@ -2156,57 +1981,100 @@ def test_seeded_runs_repeat_bit_for_bit(tmp_path, varied):
     assert metrics_of(tmp_path / "a") != metrics_of(tmp_path / "c")
 
 
-def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path):
+def test_a_step_draws_other_numbers_than_the_last(tmp_path, varied):
+    """The same prompt twice, by a model that stands still."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
+    options = f"--data {tmp_path}/data.jsonl --prompts-per-step 1 --sft-steps 0"
+    options += " --learning-rate 0 --max-steps 2 --eval-every 1"
+    train(tmp_path / "run", varied, options)
+    lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["completion"] for line in lines]
+    assert len(texts) == 16 and texts[:8] != texts[8:]
+
+
+LISTS = """
+def lists(steps, **columns):
+    return [[float(len(step)) for step in row] for row in steps]
+
+def outcome(completion_ids, **columns):
+    return [sum(ids) % 7 for ids in completion_ids]
+"""
+
+
+@cases("scale", ["group", "none"])
+def test_rewards_of_steps_and_outcomes_become_advantages_of_their_tokens(
+    tmp_path, monkeypatch, scale
+):
+    (tmp_path / "lists.py").write_text(LISTS)
+    monkeypatch.setattr(grpo, "update", grpo.update)
+    updates = watch(grpo, "update")
+    options = "--reward {0}/lists.py:lists=2 {0}/lists.py:outcome --scale-rewards {1}"
+    options += " --sft-steps 0 --max-steps 1 --num-generations 64"
+    options += " --max-completion-length 3"
+    (row,) = train(tmp_path / "run", QUICK, options.format(tmp_path, scale))
+    ((run, batch, found, _),) = updates
+    rewards, ends = [], []
+    for ids, mask in zip(batch.completion_ids, batch.mask):
+        steps = grpo.split_steps(run.tokenizer, ids[mask].tolist())
+        rewards.append([2.0 * len(text) for text, _ in steps])
+        ends.append([end for _, end in steps])
+    expected = grpo.process_advantages(rewards, ends, 64, 3, scale_rewards=scale)
+    outcomes = (batch.completion_ids * batch.mask).sum(1) % 7
+    outcome = grpo.group_advantages(outcomes.float(), 64, scale)
+    assert_near(found, expected + outcome[:, None])
+    assert max(map(len, ends)) > 1
+    cut_off = batch.completion_ids.all(1)  # EOS is 0, in the last place as well
+    assert not batch.mask.all(1).equal(cut_off)
+    assert row["truncated_fraction"] == approx(cut_off.double().mean().item())
+
+
+def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path, capsys):
     (tmp_path / "some.py").write_text(SOME)
-    train(tmp_path / "run", QUICK, f"--reward {tmp_path}/some.py:some --beta 0")
+    options = f"--reward {tmp_path}/some.py:some --beta 0 --max-steps 10"
+    train(tmp_path / "run", QUICK, options, "--eval-every 10")
+    output = capsys.readouterr().out
+    assert grpo.NOTHING_TO_LEARN in output and "greedy held-out" in output
     for row in metrics_of(tmp_path / "run")[1:-1]:
         assert (row["zero_std_fraction"], row["reward_std"], row["loss"]) == (1, 0, 0)
-    assert metrics_of(tmp_path / "run")[-1]["eval/reward"] == pytest.approx(0.1)
+    assert metrics_of(tmp_path / "run")[-1]["eval/reward"] == approx(0.1)
 
 
 def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied):
-    handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
-    options = (
-        "--dtype float32 --temperature 0.7 --max-completion-length 1 --sft-steps 0"
-    )
-    train(tmp_path, QUICK, varied, options)
-    assert handlers == [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
-    rows = metrics_of(tmp_path)
-    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 3]
-    rows = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert [row["learning_rate"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3])
+    handlers = [*map(signal.getsignal, signal.Signals)]
+    options = "--temperature 0.7 --max-completion-length 1 --sft-steps 0"
+    rows = train(tmp_path, QUICK, varied, options)
+    assert handlers == [*map(signal.getsignal, signal.Signals)]
+    steps = [row["step"] for row in metrics_of(tmp_path)]
+    assert steps == [0, 1, 2, 3, 3]  # evaluated twice
+    assert [row["learning_rate"] for row in rows] == approx([5e-4, 1e-3, 1e-3])
     with open(tmp_path / "completions.jsonl") as lines:
         completions = [json.loads(line) for line in lines]
-    for step in (1, 3):
-        row = rows[step - 1]
-        mine = [x for x in completions if x["step"] == step]
-        scores = torch.tensor([sum(map(ord, x["completion"])) % 7 / 7 for x in mine])
-        exact = [float(x["completion"] == str(x["answer"])) for x in mine]
-        total = scores + torch.tensor(exact)
-        groups = total.view(4, 4)
-        assert row["rewards/varied"] == pytest.approx(scores.mean().item())
-        assert row["rewards/accuracy"] == pytest.approx(sum(exact) / 16)
-        assert row["reward"] == pytest.approx(total.mean().item())
-        assert row["reward_std"] == pytest.approx(groups.std(1).mean().item())
-        assert scores.std() > 0.1
-        advantages = [x["advantage"] for x in mine]
+    for row, mine in ((rows[0], completions[:16]), (rows[2], completions[16:])):
+        column = {x: torch.tensor([y[x] for y in mine]) for x in NUMBERS.split()}
+        texts = [x["completion"] for x in mine]
+        varied = torch.tensor([sum(map(ord, text)) % 7 / 7 for text in texts])
+        exact = torch.tensor([float(x["completion"] == str(x["answer"])) for x in mine])
+        total = varied + exact
+        names = "rewards/varied", "rewards/accuracy", "reward"
+        assert_close([column[name] for name in names], [varied, exact, total])
         expected = grpo.group_advantages(total, 4)
-        assert advantages == pytest.approx(expected.tolist(), abs=1e-5)
-        finished = [x["finished"] for x in mine]
-        assert row["truncated_fraction"] == pytest.approx(1 - sum(finished) / 16)
-        assert [x["reward"] for x in mine] == pytest.approx(total.tolist())
+        assert_close(column["advantage"], expected, atol=1e-5, rtol=0)
+        assert varied.std() > 0.1
+        for name in names:
+            assert row[name] == approx(column[name].mean().item())
+        assert row["reward_std"] == approx(total.view(4, 4).std(1).mean().item())
+        assert {x["step"] for x in mine} == {row["step"]}
+        assert row["truncated_fraction"] == approx(1 - sum(column["finished"]) / 16)
         assert all(x["prompt"].endswith("=") for x in mine)
     for row in rows:
-        assert row["num_tokens"] == pytest.approx(16 * row["completion_length"])
-        assert row["loss"] == pytest.approx(0.04 * row["kl"], abs=1e-6)
+        assert row["num_tokens"] == approx(16 * row["completion_length"])
+        assert row["loss"] == approx(0.04 * row["kl"], abs=1e-6)
     assert rows[2]["kl"] > 1e-4 and rows[0]["skipped"] == 0
-    *_, last = (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1]
-    last = json.loads(last)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-2])
     assert set(METRICS.split()) <= last.keys()
     seconds = last["rollout_seconds"] + last["update_seconds"]
-    assert last["step_seconds"] == pytest.approx(seconds)
-    with pytest.raises(grpo.Error, match="of another run"):
+    assert last["step_seconds"] == approx(seconds)
+    with raises(Error, match="of another run"):
         train(tmp_path, QUICK)
 
 
@@ -2222,37 +2090,40 @@ def save_model(folder, kind, **options):
 
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2)
-HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-ARCHITECTURES = dict(
-    gpt2=dict(n_embd=32, n_layer=2, n_head=2),  # with dropout, which must be off
-    gemma2=SMALL | HEADS | dict(intermediate_size=48),  # with capped logits
-    mamba=SMALL | dict(state_size=4),  # whose cache is no keys and values
+HEADS = json.loads(
+    '{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}'
 )
+ARCHITECTURES = values("""
+"gpt2" | dict(n_embd=32, n_layer=2, n_head=2)
+"gemma2" | dict(SMALL, **HEADS)
+"mamba" | dict(SMALL, state_size=4)
+""")
 
 
 def test_a_model_that_fails_before_its_first_step_blocks_no_other(tmp_path, varied):
     """Rotary angles that depend on the length, once it is reached."""
-    rope = LONG_ROPE | dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+    rope = OPTIONS["phi3"]["rope_parameters"] | dict(
+        short_factor=[1.0] * 8, long_factor=[4.0] * 8
+    )
     options = dict(rope_parameters=rope, original_max_position_embeddings=16)
     save_model(tmp_path / "phi3", "phi3", **SMALL, **HEADS, **options)
     options = f"--model {tmp_path}/phi3 --prompt-template {{question}} {varied}"
     options += " --max-steps 0 --data"
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 99)
     options += f" {tmp_path}/data.jsonl --max-completion-length"
-    with pytest.raises(grpo.Error, match="16 positions"):
+    with raises(Error, match="16 positions"):
         train(tmp_path / "run", options, 13)
     train(tmp_path / "run", options, 12)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_other_architectures_train(tmp_path, varied, kind):
-    save_model(tmp_path / "model", kind, **ARCHITECTURES[kind])
+@cases("kind, options", ARCHITECTURES)
+def test_other_architectures_train(tmp_path, varied, kind, options):
+    save_model(tmp_path / "model", kind, **options)
     options = "--prompt-template {question} --max-completion-length 6 --temperature 0.7"
     options += f" --learning-rate 0.01 --model {tmp_path}/model"
-    train(tmp_path / "run", QUICK, varied, options)
-    rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
+    rows = train(tmp_path / "run", QUICK, varied, options)
     assert [row["ratio_mean"] for row in rows] == [1, 1, 1]
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the policy
+    assert rows[0]["kl"] == approx(0, abs=1e-6)  # the reference is the policy
     assert rows[2]["kl"] > 1e-5
 
 
@@ -2263,38 +2134,42 @@ def test_a_checkpoint_is_a_model_in_the_dtype_that_was_asked_for(tmp_path, varie
         train(tmp_path / dtype, QUICK, varied, "--max-completion-length 8", options)
         model = tmp_path / dtype / "checkpoint-3"
         assert {str(x.dtype) for x in weights_of(model).values()} == {f"torch.{dtype}"}
-        assert metrics_of(tmp_path / dtype)[1]["kl"] == pytest.approx(0, abs=1e-6)
+        assert metrics_of(tmp_path / dtype)[1]["kl"] == approx(0, abs=1e-6)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert tokenizer.decode(tokenizer.encode("12 + 3\n=")) == "12 + 3\n="
 
 
-def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
+def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch, capsys):
     data = tmp_path / "data.jsonl"
     row = '{"prompt": "%d+1=", "answer": "0", "solution": "%d%d"}\n'
-    data.write_text("".join(row % (i, i, i) for i in range(9)))
-    losses = []
+    data.write_text("".join(row % (i, i, i) for i in range(40)))
+    losses, taught = [], set()
 
     def update(run, batch, advantages, learning_rate, update=grpo.update):
-        for prompt_ids, ids in zip(batch[0], batch[2]):
-            i = run.tokenizer.decode(prompt_ids)[0]
-            assert run.tokenizer.decode(ids) == f"{i}{i}<eos>"
-        assert batch[3].all() and (advantages == 1).all()
+        for prompt_ids, mask, ids, ended in zip(batch[0], batch[1], batch[2], batch[3]):
+            i = run.tokenizer.decode(prompt_ids[mask]).removesuffix("+1=")
+            taught.add(i + "+1=")
+            assert run.tokenizer.decode(ids[ended]) == f"{i}{i}<eos>"
+        assert (advantages == 1).all()
         logp = slow_logprobs(run.policy, *batch)
         metrics = update(run, batch, advantages, learning_rate)
-        assert metrics["entropy"] == pytest.approx(-logp.mean().item(), rel=1e-4)
+        mean = grpo.masked_mean(logp, batch[3]).item()
+        assert metrics["entropy"] == approx(-mean, rel=1e-4)
         losses.append(metrics["entropy"])
         return metrics
 
     monkeypatch.setattr(grpo, "update", update)
-    train(
-        tmp_path / "run",
-        QUICK,
-        f"--data {data} --sft-steps 9 --max-steps 0 --temperature 0.7",
-    )
-    assert losses[-1] < losses[0] - 1  # and no evaluation, hence no metrics
+    monkeypatch.setattr(grpo, "evaluate", grpo.evaluate)
+    evaluations = watch(grpo, "evaluate")
+    options = f"--data {data} --sft-steps 18 --max-steps 0 --temperature 0.7"
+    train(tmp_path / "run", QUICK, options)
+    assert losses[-1] < losses[0] - 1
+    ((_, held_out, _),) = evaluations
+    assert len(taught) == 36 and not taught & {row["prompt"] for row in held_out}
+    assert "before" not in capsys.readouterr().out  # of a single evaluation
 
 
-@pytest.mark.parametrize("start", ["--sft-steps 2", "--sft-steps 0 --model {model}"])
+@cases("start", ["--sft-steps 2", "--sft-steps 0 --model {model}"])
 def test_lora_trains_adapters_alone(tmp_path, varied, start):
     peft = pytest.importorskip("peft")
     train(tmp_path / "first", QUICK, "--dtype float32")
@@ -2314,14 +2189,15 @@ def test_lora_trains_adapters_alone(tmp_path, varied, start):
     for name in moved:
         assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 2
     rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) != rows[2]["kl"]
+    assert rows[0]["kl"] == approx(0, abs=1e-6) != rows[2]["kl"]
     adapter = checkpoint / "adapter"
     adapted = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
-    torch.testing.assert_close(adapted.merge_and_unload().state_dict(), after)
+    assert_close(adapted.merge_and_unload().state_dict(), after)
     # A model that comes with an adapter is its own reference.
-    train(tmp_path / "again", QUICK, varied, options, "--sft-steps 0 --model", adapter)
-    rows = [row for row in metrics_of(tmp_path / "again") if "loss" in row]
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) != rows[2]["kl"]
+    rows = train(
+        tmp_path / "again", QUICK, varied, options, "--sft-steps 0 --model", adapter
+    )
+    assert rows[0]["kl"] == approx(0, abs=1e-6) != rows[2]["kl"]
 
 
 def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
@@ -2337,65 +2213,103 @@ def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
 
 # --------------------------------------------------------- resume, and what goes wrong
 
-VARIATIONS = dict(  # bfloat16 fails after its second evaluation, mu in it
-    plain="--unsafe-code",  # a flag, which changes nothing here
-    bfloat16="--dtype bfloat16 --num-generations 16 --eval-every 1",
-    lora="--lora-rank 2",
-    mu="--num-iterations 2 --beta 0 --num-generations 16 --eval-every 2",
-)
+VARIATIONS = """
+4 | --unsafe-code
+4 | --dtype bfloat16 --num-generations 16 --eval-every 1
+4 | --lora-rank 2 --save-every 2
+4 | --num-iterations 2 --beta 0 --num-generations 16 --eval-every 2
+2 | --eval-every 3
+"""  # the call of the reward that fails, once in an evaluation; options
 SIX_STEPS = QUICK + " --max-steps 6 --eval-every 0"
 
 
-@pytest.mark.parametrize("variation", VARIATIONS)
+@cases("fail_at, variation", table(VARIATIONS))
 def test_a_run_that_failed_and_is_resumed_ends_as_if_it_had_not(
-    tmp_path, varied, variation, monkeypatch
+    tmp_path, varied, fail_at, variation, monkeypatch
 ):
-    if variation == "lora":
+    if "lora" in variation:
         pytest.importorskip("peft")
-    options = SIX_STEPS, VARIATIONS[variation], varied
+    options = SIX_STEPS, variation, varied
     train(tmp_path / "whole", *options)
-    monkeypatch.setenv("FAIL_AT", "4")
-    with pytest.raises(grpo.Error, match="reward varied failed: .*out of coffee"):
+    monkeypatch.setenv("FAIL_AT", fail_at)
+    with raises(Error, match="reward varied failed: .*out of coffee"):
         train(tmp_path / "cut", *options)
-    assert grpo.checkpoints(tmp_path / "cut")  # though --save-every is 100
+    assert bool(saved_steps(tmp_path / "cut")) == (fail_at == "4")
     monkeypatch.delenv("FAIL_AT")
-    grpo.train(grpo.parse_args(["--resume", f"{tmp_path}/cut"]))
+    resume(tmp_path / "cut")
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
-
-
-def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(
-    tmp_path, varied, monkeypatch
-):
-    train(tmp_path / "whole", QUICK, varied)
-    monkeypatch.setenv("FAIL_AT", "2")  # in the first evaluation
-    with pytest.raises(grpo.Error, match="out of coffee"):
-        train(tmp_path / "cut", QUICK, varied)
-    monkeypatch.delenv("FAIL_AT")
-    (tmp_path / "cut" / "metrics.jsonl").write_text("{}")
-    grpo.train(grpo.parse_args(["--resume", f"{tmp_path}/cut"]))
-    assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
-    steps = [row["step"] for row in metrics_of(tmp_path / "cut")]
-    assert steps == [0, 1, 2, 3, 3]
 
 
 def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
     """In a step, or in the midst of saving; the second time it may be over."""
-    options = SIX_STEPS, varied, "--max-steps 30 --save-every 1"
-    assert start(*options, "--output-dir", tmp_path / "whole").wait() == 0
+    options = SIX_STEPS, varied, "--save-every 1 --max-steps"
+    train(tmp_path / "whole", *options, 32)
     killed = tmp_path / "killed"
-    words = *options, "--output-dir", killed
+    words = *options, 30, "--output-dir", killed
     for num_steps in (2, 5):
         process = start(*words)
         while len(metrics_of(killed)) < num_steps and process.poll() is None:
             time.sleep(0.01)
-        time.sleep(random.Random(time.time_ns()).uniform(0, 0.3))
+        time.sleep(random.SystemRandom().uniform(0, 0.3))
         process.kill()
         process.wait()
         words = "--resume", killed
     (killed / "partial-checkpoint-9").mkdir(exist_ok=True)
-    assert start(*words).wait() == 0
+    resume(killed, "--max-steps 32")
     assert end_of(killed) == end_of(tmp_path / "whole")
     assert not list(killed.glob("partial-*"))
+
+
+def test_weights_between_two_updates_of_a_rollout_are_not_saved(
+    tmp_path, varied, monkeypatch
+):
+    outcomes = [mock.DEFAULT] * 3 + [OSError("out of tea"), mock.DEFAULT]
+    collect = mock.Mock(wraps=grpo.collect_gradient, side_effect=outcomes)
+    monkeypatch.setattr(grpo, "collect_gradient", collect)
+    with raises(OSError, match="out of tea"):
+        train(tmp_path, SIX_STEPS, varied, "--sft-steps 0 --num-iterations 2")
+    assert len(metrics_of(tmp_path)) == 1 and not saved_steps(tmp_path)
+
+
+@cases("error", [OSError, RuntimeError])
+def test_a_full_disk_is_one_line_and_the_checkpoint_before_stays(
+    tmp_path, varied, monkeypatch, error
+):
+    options = SIX_STEPS, varied, "--sft-steps 0 --save-every 1 --max-steps"
+    train(tmp_path, *options, 1)
+    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=error("no\nspace left")))
+    with raises(Error, match=f"{tmp_path}/.*checkpoint-2.*: no space left"):
+        resume(tmp_path, "--max-steps 2")
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_folder_in_which_another_process_works_is_refused(tmp_path):
+    config = grpo.Config(output_dir=str(tmp_path))
+    for _ in range(2):  # it is free again
+        with grpo.open_output_dir(config):
+            with raises(Error, match=f"another process.*{tmp_path}"):
+                with grpo.open_output_dir(dataclasses.replace(config, seed=1)):
+                    pass
+            assert json.loads((tmp_path / "options.json").read_text())["seed"] == 0
+
+
+def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
+    tracker = mock.Mock()
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
+    monkeypatch.setenv("WANDB_RUN_ID", "")
+    options = SIX_STEPS, varied, "--sft-steps 0 --report-to trackio --max-steps 1"
+    train(tmp_path / "run", *options)
+    resume(tmp_path / "run", "--max-steps 2")
+    expected = []
+    for start, how in zip(tracker.init.call_args_list, ("never", "allow")):
+        config = start.kwargs["config"]
+        assert config["report_to"] == "trackio"
+        start = dict(project="grpo", name="run", config=config, resume=how)
+        expected += [mock.call.init(**start), mock.ANY, mock.call.finish()]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    for i, metrics in enumerate(map(json.loads, lines)):
+        expected[3 * i + 1] = mock.call.log(metrics, step=metrics.pop("step"))
+    assert tracker.mock_calls == expected
 
 
 def test_a_signal_finishes_the_step_and_saves(tmp_path):
@@ -2424,14 +2338,16 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     assert process.wait(20) == -signal.SIGTERM
 
 
-def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(tmp_path, varied):
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
+    tmp_path, varied, capsys
+):
     train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
-    resume = ["--resume", str(tmp_path), "--max-steps", "20", "--learning-rate"]
-    with pytest.raises(grpo.Error, match="step 5 .* not saved.*: .*checkpoint-4$"):
-        grpo.train(grpo.parse_args([*resume, "1e30"]))
-    assert [x.name for x in grpo.checkpoints(tmp_path)] == ["checkpoint-4"]
-    grpo.train(grpo.parse_args([*resume, "1e-3"]))
-    assert [x.name for x in grpo.checkpoints(tmp_path)] == ["checkpoint-20"]
+    with raises(Error, match="step 5 .* not saved.*: .*checkpoint-4$"):
+        resume(tmp_path, "--max-steps 20 --learning-rate 1e30")
+    assert saved_steps(tmp_path) == [4]
+    resume(tmp_path, "--max-steps 20 --learning-rate 1e-3")
+    assert saved_steps(tmp_path) == [20]
+    assert grpo.NOTHING_TO_LEARN not in capsys.readouterr().out
 
 
 def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch):
@@ -2440,14 +2356,14 @@ def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch
     monkeypatch.setattr(
         grpo, "collect_gradient", lambda run: norms.pop(0) * collect(run)
     )
-    with pytest.raises(grpo.Error, match="five steps in a row"):
+    with raises(Error, match="five steps in a row"):
         options = "--max-steps 20 --sft-steps 0 --eval-every 0"
         norms.append(1.0)  # when it is saved
         train(tmp_path, QUICK, varied, options)
     rows = metrics_of(tmp_path)
     assert [row["skipped"] for row in rows] == [0, 1, 0, 1, 1, 1, 1, 1]
     assert rows[1]["grad_norm"] is None  # which JSON has, unlike NaN
-    assert [x.name for x in grpo.checkpoints(tmp_path)] == ["checkpoint-8"]
+    assert saved_steps(tmp_path) == [8]
 
 
 MISTAKES = """--model no/such/folder | no/such/folder
@@ -2472,7 +2388,7 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --data {folder}/no-answers.jsonl --reward format --sft-steps 1 | only 0 rows"""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.splitlines())
+@cases("mistake", MISTAKES.splitlines())
 def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     (tmp_path / "options.json").write_text("{}")
     (tmp_path / "array.json").write_text('[\n{"prompt": "1+1=", "answer": 2}\n]')
@@ -2480,16 +2396,11 @@ def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     (tmp_path / "no-answers.jsonl").write_text('{"prompt": "1+1="}\n' * 100)
     (tmp_path / "latin-1.jsonl").write_bytes(b"\xe9")
     options, message = mistake.format(folder=tmp_path).split(" | ")
-    if "--resume" not in options and "--output-dir" not in options:
-        options += f" --output-dir {tmp_path}/run"
-    if "--sft-steps" not in options and "--resume" not in options:
-        options += " --sft-steps 0"
+    if "--resume" not in options:
+        options = f"--sft-steps 0 --output-dir {tmp_path}/run {options}"
     words = ["grpo.py", *options.split()]
     monkeypatch.setattr(sys, "argv", words)
-    streams = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
-    monkeypatch.setattr(sys, "stdout", streams[0])
-    monkeypatch.setattr(sys, "stderr", streams[1])
-    with pytest.raises(SystemExit) as stop:
+    with raises(SystemExit) as stop:
         grpo.main()
     error = stop.value.code
     assert error.startswith("grpo.py: ") and message in error
@@ -2507,31 +2418,22 @@ def test_the_header_names_the_packages_of_requirements_txt():
 
 # ------------------------------------------------------------------- several processes
 
-GRADIENTS = [  # whether prompts are shared, options
-    (True, dict()),
-    (True, dict(loss_type="dapo")),
-    (True, dict(loss_type="dr_grpo", importance_sampling_level="sequence")),
-    (True, dict(beta=0.0)),
-    (False, dict()),
-]
+GRADIENTS = values("""
+True | dict()
+True | dict(loss_type="dapo")
+True | VARIANTS[-1]
+True | dict(beta=0.0)
+False | dict()
+""")  # whether prompts are shared, options
 # Of 4 groups; the second rank has completions of one token, and fewer micro-batches.
-LENGTHS = [6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]
+LENGTHS = json.loads("[[6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]]")
 
 
 def gradients(share_prompts, options):
     """The entropy and those of an update on 4 prompts, of which this has its part."""
-    config = grpo.Config(
-        micro_batch_tokens=20, max_completion_length=6, dtype="float32", **options
-    )
     device = grpo.join_ranks()
-    logprobs = grpo.token_logprobs if share_prompts else grpo.plain_logprobs
-    models = [(grpo.tiny_model(seed)[0].to(device), None, [0]) for seed in (0, 1)]
-    with mock.patch.multiple(
-        grpo,
-        choose_paths=lambda model: (logprobs, share_prompts, True),
-        load_model=mock.Mock(side_effect=models),
-    ):
-        run = grpo.load(config, "tiny", device, Path("nowhere"), rewards={})
+    models = [grpo.tiny_model(seed)[0].to(device) for seed in (0, 1)]
+    run = make_run(*models, share_prompts, micro_batch_tokens=20, **options)
     prompts, completions, advantages = [], [], []
     for i in range(grpo.RANK, 4, grpo.WORLD_SIZE):
         rng = random.Random(i)
@@ -2560,7 +2462,7 @@ def on_each_rank(folder):
         os.environ["FAIL_AT"] = "4"
     try:
         train(f"{folder}/cut", *options)
-    except grpo.Error as error:
+    except Error as error:
         Path(folder, f"error{grpo.RANK}").write_text(str(error))
     os.environ.pop("FAIL_AT", None)
     sys.argv = ["grpo.py", "--resume", f"{folder}/cut"]
@@ -2586,7 +2488,7 @@ def test_two_ranks_take_the_gradient_of_one_process(two_ranks):
         found = torch.load(two_ranks / f"gradients{rank}.pt")
         for case, parts in zip(GRADIENTS, found):
             expected = gradients(*case)
-            torch.testing.assert_close(parts, expected, atol=1e-6, rtol=1e-4)
+            assert_close(parts, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_a_reward_that_fails_on_one_rank_ends_all_and_resuming_loses_nothing(two_ranks):
@@ -2602,8 +2504,8 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_resuming_loses_nothing(two
 
 
 def test_another_number_of_processes_cannot_resume(two_ranks):
-    with pytest.raises(grpo.Error, match="number of processes"):
-        grpo.train(grpo.parse_args(["--resume", f"{two_ranks}/whole"]))
+    with raises(Error, match="number of processes"):
+        resume(two_ranks / "whole")
     assert metrics_of(two_ranks / "whole")
 
 
