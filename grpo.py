@@ -18,17 +18,17 @@ One step of training is `train_step`:
      + beta KL(policy, frozen reference)              `grpo_loss`, `MasterAdamW`
 The group's mean is the baseline: no value network is needed.
 
-Shapes: B prompts, G samples of each, N = B*G completions (rows b*G … b*G+G-1 belong to
-prompt b), P prompt length (left-padded), C completion length (right-padded), V
-vocabulary, H hidden size, M completion tokens without padding.
+Shapes: B prompts of this process, G samples of each, N = B*G completions (rows b*G …
+b*G+G-1 belong to prompt b), P prompt length (left-padded), C completion length
+(right-padded), V vocabulary, H hidden size, M completion tokens without padding.
 
 Where this departs from the papers and from common tutorials:
   - Equal rewards have advantage exactly 0; rounding could make it ±0.8.
   - A completion's mask includes its first EOS; `ids != pad` loses it if pad is EOS.
   - With one update per rollout the ratio is exactly 1 and nothing is clipped.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
-  - AdamW moves float32 weights, which begin at random places within the rounding cells
-    of the bfloat16 weights: else nothing would move at a learning rate of 1e-6.
+  - AdamW moves float32 copies of bfloat16 weights, which would round steps of 1e-6
+    away (`MasterAdamW`). A copy begins at a random number that rounds to its weight.
   - A prompt runs once for its group, not once for each completion.
 
 Order: options, the mathematics, `train_step`, what it calls (sampling, log-probs,
@@ -186,9 +186,9 @@ def masked_mean(x, mask, dim=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    Over tokens sampled from the policy exp(d) - 1 averages 0 and -d KL(policy,
-    reference), and so does this: DeepSeekMath eq. 4, Schulman's k3
-    (joschu.net/blog/kl-approx.html). bfloat16 would round it away.
+    Its average over tokens sampled from the policy is KL(policy, reference): so is that
+    of -d, and exp(d) - 1 averages 0. DeepSeekMath eq. 4, Schulman's k3
+    (joschu.net/blog/kl-approx.html). Give it float32: bfloat16 rounds it away.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -201,7 +201,7 @@ def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token
     Level "sequence" is GSPO and takes `mask`. Needs `mean_log_ratio`, `masked_mean`."""
     if old_logp is None:
         old_logp = logp
-    log_ratio = logp - old_logp.detach()
+    log_ratio = logp - old_logp.detach()  # 0 at first, yet with logp's gradient
     if importance_sampling_level == "sequence":
         log_ratio = mean_log_ratio(log_ratio, mask)
     elif importance_sampling_level != "token":
@@ -362,15 +362,16 @@ class Run:
     adapters: Any  # peft's wrapper of the policy; None: no LoRA
     optimizer: Any  # `MasterAdamW` of the policy
     logprobs: Callable  # `token_logprobs` or `plain_logprobs`: see `choose_paths`
-    share_prompts: bool  # whether it runs a prompt once for its group
-    use_cache: bool  # whether `generate` may
+    share_prompts: bool  # whether that runs a prompt once for its group
+    use_cache: bool  # whether `generate` may use a key-value cache
     micro_batch_tokens: int
     tracker: Any = None  # wandb or trackio
     step: int = 0  # the last one that is finished
     num_updates: int = 0  # of the optimizer, by the end of that step
     saved_step: int = 0  # the last one with a checkpoint
     num_skipped: int = 0  # steps in a row whose gradients were not finite
-    stop: str = ""  # the signal that asked for an end
+    signal: str = ""  # the one that asked this process to end
+    stop: str = ""  # the same, once all processes know of it
 
 
 def train_step(run, train_rows, step):
@@ -389,7 +390,7 @@ def train_step(run, train_rows, step):
     # 3. score them
     scores = score_completions(run, rows, batch)
 
-    # 4. normalise the scores within each group
+    # 4. normalise within each group: scores of completions, and scores of their steps
     outcome = group_advantages(scores.outcome, num_generations, config.scale_rewards)
     process = process_advantages(
         scores.step_rewards,
@@ -398,7 +399,7 @@ def train_step(run, train_rows, step):
         num_tokens=batch.mask.shape[1],
         scale_rewards=config.scale_rewards,
     )
-    advantages = outcome[:, None] + process  # (N, 1) + (N, C) -> (N, C)
+    advantages = outcome[:, None] + process  # (N, C); process is 0 without steps
     rollout_end = time.perf_counter()
 
     # 5. minimise -min(ratio A, clip(ratio) A) + beta KL
@@ -460,16 +461,16 @@ def generate(
     temperature=1.0,
     use_cache=True,
 ):
-    """G completions of each prompt, sampled from the policy as it is -> ids (N, C).
+    """G completions of each prompt, sampled from the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
     row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
-    model is in eval mode; its generation config has no part in it. `use_cache` False
-    runs all tokens again for each new one: slow, right where a model's cache is not.
+    model must be in eval mode; its generation config is not read. `use_cache` False
+    runs all tokens again for each new one: slow, but right for any model.
     Needs `sample`, `forward`, `completion_mask`, `LOOK_EVERY`, `F`, `DynamicCache` and
     `inspect`."""
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
     live = torch.arange(len(prompt_ids) * num_generations, device=eos.device)
-    groups = live // num_generations  # the prompt of each row that goes on
+    prompt_of = live // num_generations  # number of each row's prompt
     completion_ids = eos[0].repeat(len(live), max_completion_length)  # (N, C)
     cache = DynamicCache(config=model.config) if use_cache else None
     ids = prompt_ids  # what the model reads next
@@ -478,9 +479,9 @@ def generate(
         output = forward(model, ids, attention_mask, cache, logits_to_keep=1)
         logits = output.logits[:, -1]
         if i == 0:  # the prompts have run once; their groups go on from there
-            logits = logits[groups]  # (N, V)
+            logits = logits[prompt_of]  # (N, V)
             if use_cache:
-                cache.reorder_cache(groups)
+                cache.reorder_cache(prompt_of)  # selects rows: B become N
         completion_ids[live, i] = sample(logits, temperature)
         if i % LOOK_EVERY == 0:
             finished = torch.isin(completion_ids[live, : i + 1], eos).any(1)
@@ -489,13 +490,13 @@ def generate(
                 break
             if len(unfinished) < len(live):
                 live = live[unfinished]
-                groups = groups[unfinished]
+                prompt_of = prompt_of[unfinished]
                 if use_cache:
                     cache.reorder_cache(unfinished)
         ids = completion_ids[live, i : i + 1]
         if not use_cache:
-            ids = torch.cat([prompt_ids[groups], completion_ids[live, : i + 1]], 1)
-        attention_mask = F.pad(prompt_mask[groups], (0, i + 1), value=True)
+            ids = torch.cat([prompt_ids[prompt_of], completion_ids[live, : i + 1]], 1)
+        attention_mask = F.pad(prompt_mask[prompt_of], (0, i + 1), value=True)
     mask = completion_mask(completion_ids, eos_token_ids)  # some went on after EOS
     return completion_ids.masked_fill(~mask, eos_token_ids[0])
 
@@ -537,11 +538,12 @@ def plain_logprobs(
     completion runs with a prompt of its own. Needs `forward`, `logprobs_of_logits`, `F`
     and `inspect`."""
     num_rows, length = completion_ids.shape
-    groups = torch.arange(num_rows, device=mask.device) // (num_rows // len(prompt_ids))
+    rows = torch.arange(num_rows, device=mask.device)
+    prompt_of = rows // (num_rows // len(prompt_ids))  # number of each row's prompt
     # The last token predicts nothing.
-    ids = torch.cat([prompt_ids[groups], completion_ids[:, :-1]], 1)
+    ids = torch.cat([prompt_ids[prompt_of], completion_ids[:, :-1]], 1)
     # Padding behind a token is never seen: its mask may be True.
-    attention_mask = F.pad(prompt_mask[groups], (0, length - 1), value=True)
+    attention_mask = F.pad(prompt_mask[prompt_of], (0, length - 1), value=True)
     output = forward(model.forward, ids, attention_mask, logits_to_keep=length)
     logits = output.logits[:, -length:]  # (N, C, V): from the prompt's last token on
     return logprobs_of_logits(logits, completion_ids, mask, temperature)
@@ -562,24 +564,27 @@ def token_logprobs(
     divided by `temperature`, as in sampling. The model must be in eval mode.
     Each prompt runs once. Its completions go on from G copies of its key-value cache;
     the copies are ordinary tensors that depend on the weights, so gradients flow
-    through them into the prompt. `own_logits` takes the logits from the model where
-    they are not `weight @ hidden`. `choose_paths` tells what a model bears.
+    through them into the prompt. `model` is a causal LM of transformers, not wrapped.
+    `own_logits` is for those whose logits are not `weight @ hidden` (capped, scaled);
+    compare with `plain_logprobs` what a model bears, as `choose_paths` does.
     Needs `forward`, `logprobs_of_hidden`, `logprobs_of_logits`, `LogNormaliser`,
     `AT_ONCE`, `DynamicCache`, `F` and `inspect`."""
     num_rows, length = completion_ids.shape
-    groups = torch.arange(num_rows, device=mask.device) // (num_rows // len(prompt_ids))
+    rows = torch.arange(num_rows, device=mask.device)
+    prompt_of = rows // (num_rows // len(prompt_ids))  # number of each row's prompt
     module = model.forward if own_logits else model.base_model
     cache = DynamicCache(config=model.config)
     first = forward(module, prompt_ids, prompt_mask, cache)[0][:, -1:]  # (B, 1, H or V)
-    cache.reorder_cache(groups)  # B rows become N
-    # Recurrent states would be written over, and backward still reads the prompt's.
+    cache.reorder_cache(prompt_of)  # selects rows: B become N
+    # Nothing reads the cache later: keep recurrent layers from writing over the states
+    # of the prompt, which backward needs.
     cache.update_recurrent_state = lambda state, *args, **options: state
     # The last token predicts nothing. Recurrent layers want two tokens at least.
     inputs = F.pad(completion_ids[:, :-1], (0, max(0, 3 - length)))
-    attention_mask = F.pad(prompt_mask[groups], (0, inputs.shape[1]), value=True)
+    attention_mask = F.pad(prompt_mask[prompt_of], (0, inputs.shape[1]), value=True)
     others = forward(module, inputs, attention_mask, cache)[0]
     # A prompt's last output predicts the first token of each of its completions.
-    outputs = torch.cat([first[groups], others], 1)[:, :length]  # (N, C, H or V)
+    outputs = torch.cat([first[prompt_of], others], 1)[:, :length]  # (N, C, H or V)
     if own_logits:
         return logprobs_of_logits(outputs, completion_ids, mask, temperature)
     weight = model.get_output_embeddings().weight  # (V, H): a row for each token
@@ -588,17 +593,18 @@ def token_logprobs(
 
 def logprobs_of_logits(logits, completion_ids, mask, temperature):
     """log softmax(logits / temperature) of each token: (N, C, V) -> (N, C) float32."""
-    logits = logits[mask].float() / temperature  # (M, V)
-    logp = -F.cross_entropy(logits, completion_ids[mask], reduction="none")
-    return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
+    targets = completion_ids.masked_fill(~mask, -100)  # which cross_entropy ignores
+    logits = logits.float() / temperature
+    logp = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return logp.view(mask.shape)
 
 
 def logprobs_of_hidden(hidden, weight, completion_ids, mask, temperature):
     """`logprobs_of_logits` of logits = hidden @ weight.T, which are never in memory."""
     hidden = hidden[mask] / temperature  # (M, H): divides the logits
-    words = F.embedding(completion_ids[mask], weight)  # (M, H)
-    logits = torch.einsum("mh,mh->m", hidden, words)
-    logp = logits.float() - LogNormaliser.apply(hidden, weight)
+    chosen = F.embedding(completion_ids[mask], weight)  # (M, H)
+    logit = torch.einsum("mh,mh->m", hidden, chosen)
+    logp = logit.float() - LogNormaliser.apply(hidden, weight)
     return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
 
@@ -628,7 +634,7 @@ class LogNormaliser(torch.autograd.Function):
             softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
             grad_logits = softmax.mul_(grad[:, None]).to(weight.dtype)
             grad_hidden += grad_logits @ weight[part]
-            if grad_weight is not None:  # as with LoRA
+            if grad_weight is not None:  # LoRA freezes it
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight
 
@@ -649,7 +655,7 @@ class Scores:
 def score_completions(run, rows, batch):
     """`Scores` of the completions of B rows of data by all reward functions.
     A function gives each completion a number; or None, not judged, which becomes the
-    mean of its group; or a list of numbers, one for each step."""
+    mean of its group; or a list of numbers, one for each line (`split_steps`)."""
     num_generations = len(batch.mask) // len(rows)
     ids = [x[:n] for x, n in zip(batch.completion_ids.tolist(), batch.mask.sum(1))]
     steps = [split_steps(run.tokenizer, x) for x in ids]
@@ -688,6 +694,7 @@ def score_completions(run, rows, batch):
                     step_rewards[i] += [weight * number for number in numbers]
                     step_ends[i] += [end for _, end in steps[i]]
         groups = means.view(-1, num_generations)  # (B, G)
+        # What is not judged gets the mean of its group, else of all.
         for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):
             groups = groups.where(~groups.isnan(), judged_mean)
         column = groups.flatten().nan_to_num()  # 0 where nothing at all is judged
@@ -698,7 +705,8 @@ def score_completions(run, rows, batch):
     return Scores(
         texts=columns["completions"],
         finished=columns["finished"],
-        columns=dict(reward=reward.float(), **by_name),  # float32: 0.1 + 0.2 is 0.3
+        # As float32, in which 0.1 + 0.2 and 0.3 are equal.
+        columns=dict(reward=reward.float(), **by_name),
         outcome=outcome.float(),
         step_rewards=step_rewards,
         step_ends=step_ends,
@@ -739,19 +747,19 @@ class Part:
 
 def update(run, batch, advantages, learning_rate):
     """num_iterations (mu) AdamW steps on one rollout, whose advantages are (N, C) ->
-    metrics, those of tokens as means over all of them."""
+    metrics, those of tokens as means over those in parts."""
     config = run.config
     parts = prepare_parts(run, batch, advantages)
-    live = sum(part.batch.mask.sum().item() for part in parts)
+    in_parts = sum(part.batch.mask.sum().item() for part in parts)
     # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
-    num_tokens = average(dict(all=batch.mask.sum().item(), live=live))
+    num_tokens = average(dict(all=batch.mask.sum().item(), in_parts=in_parts))
     metrics = defaultdict(float, num_tokens=num_tokens["all"] * WORLD_SIZE, skipped=0)
     for _ in range(config.num_iterations):
         for part in parts:
             loss, means = part_loss(run, part, len(batch.mask), num_tokens["all"])
             loss.backward()
             metrics["loss"] += loss.item() / config.num_iterations
-            share = part.batch.mask.sum().item() / num_tokens["live"]
+            share = part.batch.mask.sum().item() / num_tokens["in_parts"]
             for name, mean in means.items():
                 metrics[name] += share * mean.item() / config.num_iterations
         norm = collect_gradient(run)
@@ -759,6 +767,7 @@ def update(run, batch, advantages, learning_rate):
             run.optimizer.step(learning_rate, norm, config.max_grad_norm)
         else:
             metrics["skipped"] += 1
+            run.optimizer.adamw.zero_grad()
         metrics["grad_norm"] = norm
     return metrics
 
@@ -768,8 +777,8 @@ def prepare_parts(run, batch, advantages):
     num_prompts = len(batch.prompt_ids)
     row_numbers = torch.arange(len(batch.mask)).view(num_prompts, -1)  # (B, G)
     if run.reference is None:  # a group whose advantages are all 0 has no gradient
-        live = advantages.reshape(num_prompts, -1).any(1)  # (B,)
-        row_numbers = row_numbers[live] if live.any() else row_numbers[:1]
+        moves = advantages.reshape(num_prompts, -1).any(1)  # (B,)
+        row_numbers = row_numbers[moves] if moves.any() else row_numbers[:1]
     prompt_lengths = batch.prompt_mask.sum(1).cpu()
     lengths = batch.mask.sum(1).cpu()
     if not run.share_prompts:  # each completion runs with a prompt of its own
@@ -781,7 +790,7 @@ def prepare_parts(run, batch, advantages):
         part = take_rows(batch, numbers)
         part_advantages = advantages[numbers.flatten(), : part.mask.shape[1]]
         parts.append(Part(part, part_advantages.to(run.device)))
-    add_empty_parts(parts)
+    add_empty_parts(parts)  # as many as on every other rank
     if run.reference is not None:
         without_adapters = contextlib.nullcontext()
         if run.adapters:  # then it is the policy without them
@@ -864,16 +873,16 @@ def collect_gradient(run):
 
 class MasterAdamW:
     """torch's AdamW (arXiv:1711.05101; weight decay 0) on float32 masters.
-    bfloat16 rounds away what is less than 1/512 of a weight, so a bfloat16 weight is
-    its master, rounded; a float32 weight is its own. It takes a float32 model and gives
-    it `dtype`; FSDP's shards stay float32. Needs `local`, `within_cell` and torch's
-    `get_total_norm`, `clip_grads_with_norm_`."""
+    Adding less than 1/512 of a bfloat16 weight changes nothing: so its float32 master
+    moves, and the weight is the master, rounded. A float32 weight (FSDP's shards are)
+    is its own master. Takes a float32 model and casts it to `dtype`. Needs `local`,
+    `within_cell`, `DTensor`, `math`, `get_total_norm` and `clip_grads_with_norm_`."""
 
     def __init__(self, model, dtype):
         self.dtype = dtype
         self.num_steps = 0
         self.params = [param for param in model.parameters() if param.requires_grad]
-        # This rank's part of each, float32.
+        # This rank's part of each, float32, in the same memory until the cast below.
         self.masters = [local(param.detach()) for param in self.params]
         if dtype == torch.bfloat16:
             for master in self.masters:
@@ -925,7 +934,8 @@ class MasterAdamW:
     def round(self):
         """Give each weight the value of its master."""
         for param, master in zip(self.params, self.masters):
-            if param.dtype != master.dtype:
+            # A float32 weight is its own master, unless it has been moved since.
+            if local(param.detach()).data_ptr() != master.data_ptr():
                 param.data.copy_(master)
 
 
@@ -935,6 +945,7 @@ def within_cell(weight):
     edge; from random places some weights cross it at once, in proportion to what the
     masters move. Zeros, and float32 weights that have lower bits of their own, stay."""
     on_grid = (weight == weight.bfloat16()) & (weight != 0)
+    # Adding 1 to a float's bits gives the next float; a cell has 2**16 of them.
     lower_bits = torch.randint_like(weight, -(2**15) + 1, 2**15, dtype=torch.int32)
     return (weight.view(torch.int32) + lower_bits * on_grid).view(torch.float32)
 
@@ -966,10 +977,10 @@ def train(config):
 
 def finish_step(run, record):
     """Log a step, save it if that is due, and see whether the run should go on."""
-    log(run, record)
     run.step = record["step"]
     run.num_updates = run.optimizer.num_steps
     run.num_skipped = run.num_skipped + 1 if record["skipped"] else 0
+    log(run, record)
     if run.num_skipped == 5:
         raise Error("the gradients of five steps in a row were not finite")
     if run.step == 10:
@@ -978,7 +989,7 @@ def finish_step(run, record):
             print0(NOTHING_TO_LEARN)
     if run.config.save_every and run.step % run.config.save_every == 0:
         save(run)
-    run.stop = max(all_gather(run.stop))  # a signal to any rank stops them all
+    run.stop = max(all_gather(run.signal))  # a signal to any rank stops them all
 
 
 NOTHING_TO_LEARN = """note: in ten steps no group had two different rewards: nothing is
@@ -991,12 +1002,13 @@ def set_up(config, device, output_dir):
     if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
         raise Error("several processes share --prompts-per-step evenly, without LoRA")
     rewards = load_rewards(config.reward, config.unsafe_code)
+    specs = {spec.partition("=")[0]: spec for spec in config.reward}
     if config.data:
-        train_rows = read_rows(config.data, rewards)
+        train_rows = read_rows(config.data, specs)
     else:
         train_rows = arithmetic(config.model, config.seed)
     if config.eval_data:
-        eval_rows = read_rows(config.eval_data, rewards)
+        eval_rows = read_rows(config.eval_data, specs)
     else:
         random.Random(config.seed).shuffle(train_rows)
         held_out = min(64, len(train_rows) // 10)
@@ -1056,6 +1068,8 @@ def sft(config, device, output_dir, rows):
         advantages = torch.ones(batch.mask.shape)
         metrics = update(run, batch, advantages, config.sft_learning_rate)
         progress.set_postfix(loss=metrics["entropy"])  # mean of -logp: cross-entropy
+        if metrics["skipped"]:
+            raise Error("a gradient of the supervised steps is not finite")
     write_folder(run, "sft")
 
 
@@ -1157,9 +1171,11 @@ def note_signals(run):
     """On SIGINT or SIGTERM finish the step, save, end; the same again ends at once."""
 
     def note(number, frame):
-        run.stop = signal.Signals(number).name
+        run.signal = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)
-        os.write(2, f"{run.stop}: finishing the step; again to stop at once\n".encode())
+        os.write(
+            2, f"{run.signal}: finishing the step; again to stop at once\n".encode()
+        )
 
     handlers = {x: signal.signal(x, note) for x in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -1316,6 +1332,9 @@ def pad(sequences, side, device):
 def accuracy_reward(prompts, completions, answer, finished=None, **columns):
     """1.0 where the extracted answer is the data's `answer`, or one of a list; else 0.
     A completion that is not `finished` counts only by a closed box or a ####.
+    Raises ValueError for an empty answer. Needs `score_answers`, `extract_answer`,
+    `gold_answers`, `answers_match`, `read_answer`, `_WORD_WITH_DIGIT`, `_NUMBER`,
+    `_DECORATION`, `re` and `Fraction`.
     >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
     [1.0, 0.0, 0.0]
     """
@@ -1639,7 +1658,8 @@ def load_text_model(name):
     """A causal language model in float32; of one that also sees, the text model."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    text_config.tie_word_embeddings = config.tie_word_embeddings
+    if hasattr(config, "tie_word_embeddings"):  # the text model's may disagree
+        text_config.tie_word_embeddings = config.tie_word_embeddings
     model, info = AutoModelForCausalLM.from_pretrained(
         name,
         config=text_config,
@@ -1688,11 +1708,14 @@ def choose_paths(model):
         torch.manual_seed(0)
         found = generate(model, *prompts, 8, 8, [1])
         torch.manual_seed(0)
-        return found.equal(generate(model, *prompts, 8, 8, [1], use_cache=False))
+        slowly = generate(model, *prompts, 8, 8, [1], use_cache=False)
+        return (found == slowly).float().mean() > 0.9  # rounding may change a draw
 
     expected = compute(plain_logprobs)
+    # The last prompt and completion alone, without their padding.
     unpadded = [x[1:, -2:] for x in prompts] + [x[3:, :2] for x in completions]
-    if not close(plain_logprobs(model, *unpadded), expected[0], tolerance=2e-5):
+    tolerance = 2e-5 if model.device.type == "cpu" else 1e-3  # GPU kernels differ more
+    if not close(plain_logprobs(model, *unpadded), expected[0], tolerance):
         raise Error(f"{name}: padding or later tokens change log-probs")
     own_logits = functools.partial(token_logprobs, own_logits=True)
     candidates = [token_logprobs, own_logits]
@@ -1814,6 +1837,8 @@ def join_ranks():
         # What torch 2.11 and later prefer on an H100: with a mask its backward is NaN
         # at some lengths (pytorch issue 196678), and it plans anew for every length.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.matmul.allow_tf32 = False  # some containers set it
+        torch.backends.cudnn.allow_tf32 = False
         backend, device_id = "cpu:gloo,cuda:nccl", device  # objects go by gloo
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group(backend, device_id=device_id)
@@ -1876,7 +1901,7 @@ def add_empty_parts(parts):
 def shard(model, logprobs, dtype, is_policy):
     """With several ranks, give each its part of a model's float32 weights (FSDP2). A
     rank gathers the policy's, in `dtype`, for a rollout and an update, the reference's
-    layer by layer. `logprobs` becomes a method: FSDP gathers weights for methods."""
+    layer by layer. FSDP gathers weights around methods: `logprobs` becomes one."""
     if WORLD_SIZE == 1:
         return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -1935,6 +1960,7 @@ def save_at_the_end(run):
     try:
         yield
     except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold activations
         # Saving takes all processes, and an `Error` alone is raised by all of them.
         if WORLD_SIZE == 1 or type(error) is Error:
             save(run)
@@ -1968,7 +1994,12 @@ def write_folder(run, name, with_optimizer=False):
     model, state = run.policy, None
     dtype = run.optimizer.dtype
     if WORLD_SIZE > 1:
-        state = {key: whole(x).to(dtype).cpu() for key, x in model.state_dict().items()}
+        state = {}
+        for key, tensor in model.state_dict().items():
+            saved_dtype = dtype if isinstance(tensor, DTensor) else tensor.dtype
+            tensor = whole(tensor)  # takes all ranks
+            if RANK == 0:
+                state[key] = tensor.to(saved_dtype).cpu()
     if RANK == 0:
         remove_partial(run.output_dir)
     all_gather(None)
@@ -1977,8 +2008,10 @@ def write_folder(run, name, with_optimizer=False):
         if run.adapters:
             run.adapters.save_pretrained(folder / "adapter")
             run.tokenizer.save_pretrained(folder / "adapter")
-            model = copy.deepcopy(run.adapters.cpu()).float().merge_and_unload()
-            run.adapters.to(run.device)  # which may have no room for two
+            try:
+                model = copy.deepcopy(run.adapters.cpu()).float().merge_and_unload()
+            finally:
+                run.adapters.to(run.device)  # which may have no room for two
         if with_optimizer:
             file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
             torch.save(run.optimizer.state(), file)
