@@ -572,29 +572,41 @@ def token_logprobs(
     num_rows, length = completion_ids.shape
     rows = torch.arange(num_rows, device=mask.device)
     prompt_of = rows // (num_rows // len(prompt_ids))  # number of each row's prompt
-    module = model.forward if own_logits else model.base_model
+    # The last token predicts nothing. Recurrent layers want two tokens at least.
+    num_more = max(0, 3 - length)
+    completion_ids = F.pad(completion_ids, (0, num_more))
+    mask = F.pad(mask, (0, num_more))
+    inputs = completion_ids[:, :-1]
+    attention_mask = F.pad(prompt_mask[prompt_of], (0, inputs.shape[1]), value=True)
     cache = DynamicCache(config=model.config)
-    first = forward(module, prompt_ids, prompt_mask, cache)[0][:, -1:]  # (B, 1, H or V)
+    if own_logits:
+        module = model.forward
+        output = forward(module, prompt_ids, prompt_mask, cache, logits_to_keep=1)
+    else:
+        module = model.base_model  # all but the output layer
+        output = forward(module, prompt_ids, prompt_mask, cache)
+    first = output[0][:, -1:]  # (B, 1, H or V)
     cache.reorder_cache(prompt_of)  # selects rows: B become N
     # Nothing reads the cache later: keep recurrent layers from writing over the states
     # of the prompt, which backward needs.
     cache.update_recurrent_state = lambda state, *args, **options: state
-    # The last token predicts nothing. Recurrent layers want two tokens at least.
-    inputs = F.pad(completion_ids[:, :-1], (0, max(0, 3 - length)))
-    attention_mask = F.pad(prompt_mask[prompt_of], (0, inputs.shape[1]), value=True)
     others = forward(module, inputs, attention_mask, cache)[0]
     # A prompt's last output predicts the first token of each of its completions.
-    outputs = torch.cat([first[prompt_of], others], 1)[:, :length]  # (N, C, H or V)
+    outputs = torch.cat([first[prompt_of], others], 1)  # (N, C, H or V)
     if own_logits:
-        return logprobs_of_logits(outputs, completion_ids, mask, temperature)
-    weight = model.get_output_embeddings().weight  # (V, H): a row for each token
-    return logprobs_of_hidden(outputs, weight, completion_ids, mask, temperature)
+        logp = logprobs_of_logits(outputs, completion_ids, mask, temperature)
+    else:
+        weight = model.get_output_embeddings().weight  # (V, H): a row for each token
+        logp = logprobs_of_hidden(outputs, weight, completion_ids, mask, temperature)
+    return logp[:, :length]
 
 
 def logprobs_of_logits(logits, completion_ids, mask, temperature):
     """log softmax(logits / temperature) of each token: (N, C, V) -> (N, C) float32."""
     targets = completion_ids.masked_fill(~mask, -100)  # which cross_entropy ignores
-    logits = logits.float() / temperature
+    logits = logits.float()
+    if temperature != 1:  # else a copy of all of them
+        logits = logits / temperature
     logp = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return logp.view(mask.shape)
 
