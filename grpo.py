@@ -1815,7 +1815,7 @@ def add_adapters(model, rank):
         lora_alpha=2 * rank,
         target_modules="all-linear",
         # The one layer of state-space models that peft refuses to adapt.
-        exclude_modules="out_proj" if model.config.model_type in states else None,
+        exclude_modules=["out_proj"] if model.config.model_type in states else None,
     )
     return peft.get_peft_model(model, lora)  # puts the adapters into the model
 

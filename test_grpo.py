@@ -571,8 +571,12 @@ OPTIONS = json.loads("""{
 "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 "jamba": {"mamba_dt_rank": 4, "use_mamba_kernels": false, "attn_layer_offset": 1},
 "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+"qwen3_5_text": {"linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4,
+    "initializer_range": 0.1},
 "llama4_text": {"floor_scale": 12, "attn_temperature_tuning": true}}""")
 SHARED = ["qwen2", "qwen2 untied", "llama", "gpt2", "mistral", "lfm2", "mamba2"]
+SHARED += ["qwen3_5_text"]
 OWN_LOGITS = ["gemma2", "cohere", "phi"]  # which are not head(hidden)
 PLAIN = ["jamba"]  # whose layers do not go on from a cache with more than one token
 own_logits = functools.partial(grpo.token_logprobs, own_logits=True)
@@ -922,6 +926,8 @@ def test_micro_batches_are_of_similar_lengths():
 
 def test_rows_are_taken_without_columns_of_padding():
     model, batch = tiny_model(), ragged_batch(4)
+    ids, _ = grpo.pad([[5, 6], [7]], "left", "cpu")  # with a token of the prompt
+    assert ids.tolist() == [[5, 6], [5, 7]]
     part = grpo.take_rows(grpo.Batch(*batch), torch.tensor([[5, 7]]))
     assert [x.shape for x in part] == [(1, 3), (1, 3), (2, 5), (2, 5)]
     expected = slow_logprobs(model, *batch)[[5, 7], :5]
@@ -992,7 +998,6 @@ def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
         assert torch.equal(param.float(), first)
     single = [master.clone().requires_grad_() for master in ours.masters]
     theirs = torch.optim.AdamW(single, lr=1e-6, weight_decay=0)
-    visible = expected = 0
     for _ in range(40):
         torch.manual_seed(0)
         for param, twin in zip(half.parameters(), single):
@@ -1001,14 +1006,9 @@ def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
         clip_grad_norm_(single, 1.0)
         theirs.step()
         ours.step(1e-6, ours.collect(), 1.0)
-    for param, master, twin, first in zip(
-        half.parameters(), ours.masters, single, start.parameters()
-    ):
+    for param, master, twin in zip(half.parameters(), ours.masters, single):
         assert_close(master, twin.detach(), atol=1e-9, rtol=1e-7)
         assert torch.equal(param, master.bfloat16())
-        visible += (param.float() - first).abs().sum().item()
-        expected += 40e-6 * param.numel()
-    assert visible == approx(expected, rel=0.1)
 
 
 def make_run(model, reference=None, share_prompts=True, **options):
@@ -1219,10 +1219,8 @@ def test_functions_of_any_shape_give_finite_numbers(rng, variant):
     torch.manual_seed(rng.randrange(2**31))
     shape = num_prompts * num_generations, rng.randint(1, 7)
     mask = grpo.completion_mask(torch.randint(0, 4, shape), [0, 1])
-    assert mask[:, 0].all() and (mask[:, 1:] <= mask[:, :-1]).all()
     rewards = torch.randint(0, 3, shape[:1]).float()
     outcome = grpo.group_advantages(rewards, num_generations)
-    assert outcome.view(num_prompts, -1).mean(1).abs().max() < 1e-5
     ends = [range(n) for n in mask.sum(1)]
     steps = [torch.rand(len(x)).tolist() for x in ends]
     process = grpo.process_advantages(steps, ends, num_generations, shape[1])
@@ -1277,7 +1275,6 @@ def test_help_tells_every_option_in_80_columns(capsys, monkeypatch):
         name = field.name.replace("_", "-")
         assert re.search(rf"--{name}( [A-Z].*| {{.*}})?\s+\w", text), name
     assert max(map(len, text.splitlines())) <= 80
-    assert "('" not in text
     assert ", ".join(grpo.REWARDS) in " ".join(text.split())
 
 
@@ -2064,15 +2061,12 @@ def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied):
             assert row[name] == approx(column[name].mean().item())
         assert row["reward_std"] == approx(total.view(4, 4).std(1).mean().item())
         assert row["truncated_fraction"] == approx(1 - sum(column["finished"]) / 16)
-        assert all(x["prompt"].endswith("=") for x in mine)
     for row in rows:
         assert row["num_tokens"] == approx(16 * row["completion_length"])
         assert row["loss"] == approx(0.04 * row["kl"], abs=1e-6)
     assert rows[2]["kl"] > 1e-4 and rows[0]["skipped"] == 0
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-2])
-    assert set(METRICS.split()) <= last.keys()
-    seconds = last["rollout_seconds"] + last["update_seconds"]
-    assert last["step_seconds"] == approx(seconds)
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-2]
+    assert set(METRICS.split()) <= json.loads(last).keys()
     with raises(Error, match="of another run"):
         train(tmp_path, QUICK)
 
@@ -2149,7 +2143,7 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch, capsys):
             i = run.tokenizer.decode(prompt_ids[mask]).removesuffix("+1=")
             taught.add(i + "+1=")
             assert run.tokenizer.decode(ids[ended]) == f"{i}{i}<eos>"
-        assert (advantages == 1).all()
+        assert (advantages == 1).all() and run.config.loss_type == "dapo"
         logp = slow_logprobs(run.policy, *batch)
         metrics = update(run, batch, advantages, learning_rate)
         mean = grpo.masked_mean(logp, batch[3]).item()
@@ -2197,6 +2191,12 @@ def test_lora_trains_adapters_alone(tmp_path, varied, start):
         tmp_path / "again", QUICK, varied, options, "--sft-steps 0 --model", adapter
     )
     assert rows[0]["kl"] == approx(0, abs=1e-6) != rows[2]["kl"]
+
+
+def test_lora_leaves_out_the_layer_that_peft_refuses():
+    pytest.importorskip("peft")
+    adapters = grpo.add_adapters(tiny_model("mamba2"), 2)
+    assert adapters.peft_config["default"].lora_alpha == 4
 
 
 def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
@@ -2259,15 +2259,16 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
     assert not list(killed.glob("partial-*"))
 
 
+@cases("num_updates, saved", [(2, [1]), (3, [])])
 def test_weights_between_two_updates_of_a_rollout_are_not_saved(
-    tmp_path, varied, monkeypatch
+    tmp_path, varied, monkeypatch, num_updates, saved
 ):
-    outcomes = [mock.DEFAULT] * 3 + [OSError("out of tea"), mock.DEFAULT]
+    outcomes = [*[mock.DEFAULT] * num_updates, OSError("out of tea"), mock.DEFAULT]
     collect = mock.Mock(wraps=grpo.collect_gradient, side_effect=outcomes)
     monkeypatch.setattr(grpo, "collect_gradient", collect)
     with raises(OSError, match="out of tea"):
         train(tmp_path, SIX_STEPS, varied, "--sft-steps 0 --num-iterations 2")
-    assert len(metrics_of(tmp_path)) == 1 and not saved_steps(tmp_path)
+    assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == saved
 
 
 @cases("error", [OSError, RuntimeError])
@@ -2442,8 +2443,10 @@ def gradients(share_prompts, options):
     completions = grpo.pad(completions, "right", run.device)
     batch = grpo.Batch(*prompts, *completions)
     advantages = torch.tensor(advantages)[:, None].expand(batch.mask.shape)
-    run.optimizer.collect = lambda: math.nan  # leaves the gradients where they are
+    run.optimizer.collect = lambda: 3.0 + grpo.RANK  # leaves gradients where they are
+    run.optimizer.step = mock.Mock()
     metrics = grpo.update(run, batch, advantages, 1e-3)
+    assert metrics["grad_norm"] == math.hypot(*range(3, 3 + grpo.WORLD_SIZE))
     grads = [grpo.whole(param.grad).cpu() for param in run.optimizer.params]
     means = grpo.average(dict(entropy=metrics["entropy"], kl=metrics["kl"]))
     return [torch.tensor([*means.values()]), *grads]
