@@ -977,7 +977,9 @@ def train(config):
                     evaluate(run, eval_rows, step - 1)
                 record = train_step(run, train_rows, step)
                 finish_step(run, record)
-                progress.set_postfix(reward=record["reward"], kl=record["kl"])
+                progress.set_postfix(
+                    reward=record["reward"], kl=record["kl"], refresh=False
+                )
                 if run.stop:
                     break
         if run.stop:
