@@ -929,15 +929,10 @@ class MasterAdamW:
 
     def state(self):
         """What resuming needs of this rank's part."""
-        return dict(
-            num_steps=self.num_steps,
-            masters=self.masters,
-            adamw=self.adamw.state_dict(),
-        )
+        return dict(masters=self.masters, adamw=self.adamw.state_dict())
 
     def load(self, state):
         """Go on from what `state` gave."""
-        self.num_steps = state["num_steps"]
         self.adamw.load_state_dict(state["adamw"])  # raises if they are not as many
         for master, saved in zip(self.masters, state["masters"]):
             master.copy_(saved)
@@ -2063,7 +2058,6 @@ def restore(run):
         if not file.exists():
             raise Error(f"no {file}: another number of processes, or no run")
         run.optimizer.load(torch.load(file, map_location="cpu", weights_only=True))
-        run.num_updates = run.optimizer.num_steps
         run.step = run.saved_step = int(folder.name[11:])
         rows = read_metrics(folder)
         print0(f"going on from {folder}")
