@@ -27,12 +27,14 @@ Where this departs from the papers and from common tutorials:
   - A completion's mask includes its first EOS; `ids != pad` loses it if pad is EOS.
   - With one update per rollout the ratio is exactly 1 and nothing is clipped.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
-  - AdamW moves float32 copies of bfloat16 weights, which would round steps of 1e-6
-    away (`MasterAdamW`). A copy begins at a random number that rounds to its weight.
+  - AdamW moves float32 masters: a step of 1e-6 would change no bfloat16 weight. Each
+    master begins at a random number that rounds to its weight: if all began at the
+    weight itself, none would change for dozens of steps (`within_cell`).
   - A prompt runs once for its group, not once for each completion.
 
 Order: options, the mathematics, `train_step`, what it calls (sampling, log-probs,
-scores, update); then `train` and what any trainer has.
+scores, update); then `train` and what any trainer has. A docstring that ends in
+"Needs …" names what to copy together with its function into another project.
 """
 
 import argparse
@@ -81,8 +83,8 @@ from transformers.utils import find_adapter_config_file
 
 RANK = int(os.environ.get("RANK", 0))  # of this process; torchrun sets it
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
-# Number of logits that `LogNormaliser` computes at once; on a CPU they fit its cache.
-AT_ONCE = 2**25 if torch.cuda.is_available() else 2**19
+# How many logits `LogNormaliser` computes at once; on a CPU they fit its cache.
+LOGITS_AT_ONCE = 2**25 if torch.cuda.is_available() else 2**19
 # Decoding steps between looks at which rows have finished: a look waits for the GPU.
 LOOK_EVERY = 16 if torch.cuda.is_available() else 1
 
@@ -143,9 +145,15 @@ class Config:
         for name, value in vars(self).items():
             least = limits.get(name, 0)
             if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise Error(f"--{name.replace('_', '-')} must be at least {least}")
+                name = name.replace("_", "-")
+                raise Error(f"--{name} must be finite and at least {least}")
         if "{question}" not in (self.prompt_template or "{question}"):
             raise Error("--prompt-template must contain {question}")
+
+    @property
+    def reward_names(self):
+        """The options of --reward without their weights."""
+        return {spec.partition("=")[0] for spec in self.reward}
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
@@ -174,7 +182,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    # Rounding can put the mean of equal rewards one bit off; their std is that bit.
+    # The mean of equal rewards can be one bit off; the std then is that bit as well,
+    # and their quotient far from 0.
     equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     return advantages.masked_fill(equal, 0).view(-1)
 
@@ -186,9 +195,10 @@ def masked_mean(x, mask, dim=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    Its average over tokens sampled from the policy is KL(policy, reference): so is that
-    of -d, and exp(d) - 1 averages 0. DeepSeekMath eq. 4, Schulman's k3
-    (joschu.net/blog/kl-approx.html). Give it float32: bfloat16 rounds it away.
+    Over tokens sampled from the policy the mean of -d is KL(policy, reference), and
+    that of exp(d) - 1 is 0: their sum has the same mean and less variance. DeepSeekMath
+    eq. 4, Schulman's k3 (joschu.net/blog/kl-approx.html). Give it float32: bfloat16
+    rounds it away.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -201,7 +211,8 @@ def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token
     Level "sequence" is GSPO and takes `mask`. Needs `mean_log_ratio`, `masked_mean`."""
     if old_logp is None:
         old_logp = logp
-    log_ratio = logp - old_logp.detach()  # 0 at first, yet with logp's gradient
+    # Without old_logp its value is 0, and its gradient is that of logp.
+    log_ratio = logp - old_logp.detach()
     if importance_sampling_level == "sequence":
         log_ratio = mean_log_ratio(log_ratio, mask)
     elif importance_sampling_level != "token":
@@ -313,7 +324,8 @@ def process_advantages(
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
     token's advantage sums those of the steps that end at or after it. Raises ValueError
-    if ends and rewards differ in number. Needs `group_advantages`.
+    if ends and rewards differ in number. Needs `group_advantages`. Here the steps of
+    one completion end at its tokens 0 and 2, those of the other at 1 and 2:
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
@@ -362,12 +374,12 @@ class Run:
     adapters: Any  # peft's wrapper of the policy; None: no LoRA
     optimizer: Any  # `MasterAdamW` of the policy
     logprobs: Callable  # `token_logprobs` or `plain_logprobs`: see `choose_paths`
-    share_prompts: bool  # whether that runs a prompt once for its group
+    share_prompts: bool  # whether `logprobs` runs a prompt once for its group
     use_cache: bool  # whether `generate` may use a key-value cache
     micro_batch_tokens: int
     tracker: Any = None  # wandb or trackio
     step: int = 0  # the last one that is finished
-    num_updates: int = 0  # of the optimizer, by the end of that step
+    num_updates: int = 0  # the optimizer's `num_steps` when that step was finished
     saved_step: int = 0  # the last one with a checkpoint
     num_skipped: int = 0  # steps in a row whose gradients were not finite
     signal: str = ""  # the one that asked this process to end
@@ -412,7 +424,7 @@ def train_step(run, train_rows, step):
     columns = dict(
         scores.columns,
         reward_std=rewards.std(1),
-        zero_std_fraction=rewards.amax(1) == rewards.amin(1),
+        zero_std_fraction=~advantages.view(len(rewards), -1).any(1),
         completion_length=batch.mask.sum(1),
         truncated_fraction=~torch.tensor(scores.finished),
     )
@@ -466,11 +478,12 @@ def generate(
     row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
     model must be in eval mode; its generation config is not read. `use_cache` False
     runs all tokens again for each new one: slow, but right for any model.
-    Needs `sample`, `forward`, `completion_mask`, `LOOK_EVERY`, `F`, `DynamicCache` and
-    `inspect`."""
+    Needs `sample`, `forward`, `LOOK_EVERY`, `F`, `DynamicCache` and `inspect`."""
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
-    live = torch.arange(len(prompt_ids) * num_generations, device=eos.device)
-    prompt_of = live // num_generations  # number of each row's prompt
+    prompt_numbers = torch.arange(len(prompt_ids), device=eos.device)
+    prompt_of = prompt_numbers.repeat_interleave(num_generations)  # of each row
+    live = torch.arange(len(prompt_of), device=eos.device)  # rows that still run
+    finished = torch.zeros_like(live, dtype=torch.bool)  # which of them have had an EOS
     completion_ids = eos[0].repeat(len(live), max_completion_length)  # (N, C)
     cache = DynamicCache(config=model.config) if use_cache else None
     ids = prompt_ids  # what the model reads next
@@ -482,23 +495,24 @@ def generate(
             logits = logits[prompt_of]  # (N, V)
             if use_cache:
                 cache.reorder_cache(prompt_of)  # selects rows: B become N
-        completion_ids[live, i] = sample(logits, temperature)
+        tokens = sample(logits, temperature).masked_fill(finished, eos[0])
+        completion_ids[live, i] = tokens
+        finished = finished | torch.isin(tokens, eos)
         if i % LOOK_EVERY == 0:
-            finished = torch.isin(completion_ids[live, : i + 1], eos).any(1)
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
                 break
-            if len(unfinished) < len(live):
+            if len(unfinished) < len(live):  # the others stop costing
                 live = live[unfinished]
                 prompt_of = prompt_of[unfinished]
+                finished = finished[unfinished]
                 if use_cache:
                     cache.reorder_cache(unfinished)
         ids = completion_ids[live, i : i + 1]
         if not use_cache:
             ids = torch.cat([prompt_ids[prompt_of], completion_ids[live, : i + 1]], 1)
         attention_mask = F.pad(prompt_mask[prompt_of], (0, i + 1), value=True)
-    mask = completion_mask(completion_ids, eos_token_ids)  # some went on after EOS
-    return completion_ids.masked_fill(~mask, eos_token_ids[0])
+    return completion_ids
 
 
 def sample(logits, temperature=1.0):
@@ -515,8 +529,10 @@ def sample(logits, temperature=1.0):
 
 
 def forward(module, ids, attention_mask, cache=None, **options):
-    """Run ids (N, L) after what `cache` holds, and add them to it. The mask is of both,
-    (N, …, L); positions do not count padding on the left. Needs `inspect`."""
+    """Run ids (N, L) after the K tokens that `cache` holds, and add them to it.
+    attention_mask: (N, K + L). Positions do not count padding on the left. A `module`
+    may be a model's `forward`, for one whose weights FSDP has gathered already (`shard`
+    registers the log-probs). Needs `inspect`."""
     parameters = inspect.signature(getattr(module, "forward", module)).parameters
     # Mamba 2 has a name of its own for its cache.
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
@@ -538,8 +554,8 @@ def plain_logprobs(
     completion runs with a prompt of its own. Needs `forward`, `logprobs_of_logits`, `F`
     and `inspect`."""
     num_rows, length = completion_ids.shape
-    rows = torch.arange(num_rows, device=mask.device)
-    prompt_of = rows // (num_rows // len(prompt_ids))  # number of each row's prompt
+    prompt_numbers = torch.arange(len(prompt_ids), device=mask.device)
+    prompt_of = prompt_numbers.repeat_interleave(num_rows // len(prompt_ids))
     # The last token predicts nothing.
     ids = torch.cat([prompt_ids[prompt_of], completion_ids[:, :-1]], 1)
     # Padding behind a token is never seen: its mask may be True.
@@ -565,14 +581,15 @@ def token_logprobs(
     Each prompt runs once. Its completions go on from G copies of its key-value cache;
     the copies are ordinary tensors that depend on the weights, so gradients flow
     through them into the prompt. `model` is a causal LM of transformers, not wrapped.
-    `own_logits` is for those whose logits are not `weight @ hidden` (capped, scaled);
-    compare with `plain_logprobs` what a model bears, as `choose_paths` does.
+    With `own_logits` the model computes them itself, which it must if it caps or scales
+    them. Compare a new model with `plain_logprobs` first, as `choose_paths` does.
     Needs `forward`, `logprobs_of_hidden`, `logprobs_of_logits`, `LogNormaliser`,
-    `AT_ONCE`, `DynamicCache`, `F` and `inspect`."""
+    `LOGITS_AT_ONCE`, `DynamicCache`, `F` and `inspect`."""
     num_rows, length = completion_ids.shape
-    rows = torch.arange(num_rows, device=mask.device)
-    prompt_of = rows // (num_rows // len(prompt_ids))  # number of each row's prompt
-    # The last token predicts nothing. Recurrent layers want two tokens at least.
+    prompt_numbers = torch.arange(len(prompt_ids), device=mask.device)
+    prompt_of = prompt_numbers.repeat_interleave(num_rows // len(prompt_ids))
+    # The last token predicts nothing; of the others there must be two, because
+    # recurrent layers decode a single one by writing over their states.
     num_more = max(0, 3 - length)
     completion_ids = F.pad(completion_ids, (0, num_more))
     mask = F.pad(mask, (0, num_more))
@@ -623,11 +640,12 @@ def logprobs_of_hidden(hidden, weight, completion_ids, mask, temperature):
 class LogNormaliser(torch.autograd.Function):
     """log of the sum of exp(hidden @ weight.T): (M, H), (V, H) -> (M,) float32.
     It takes v words of the vocabulary at a time (a GPU wants multiples of 64), computes
-    their logits (M, v) again in backward and never holds all. Needs `AT_ONCE`."""
+    their logits (M, v) again in backward and never holds all.
+    Needs `LOGITS_AT_ONCE`."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
-        ctx.size = max(64, AT_ONCE // max(1, len(hidden)) // 64 * 64)
+        ctx.size = max(64, LOGITS_AT_ONCE // max(1, len(hidden)) // 64 * 64)
         partial = []  # log_z of v words each: (M,)
         for words in weight.split(ctx.size):  # (v, H)
             partial.append((hidden @ words.t()).float().logsumexp(1))
@@ -642,9 +660,9 @@ class LogNormaliser(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(weight), ctx.size):
             part = slice(start, start + ctx.size)
-            logits = (hidden @ weight[part].t()).float()
+            logits = (hidden @ weight[part].t()).float()  # and in the same memory:
             softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
-            grad_logits = softmax.mul_(grad[:, None]).to(weight.dtype)
+            grad_logits = softmax.mul_(grad[:, None]).to(weight.dtype)  # chain rule
             grad_hidden += grad_logits @ weight[part]
             if grad_weight is not None:  # LoRA freezes it
                 torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
@@ -665,9 +683,7 @@ class Scores:
 
 
 def score_completions(run, rows, batch):
-    """`Scores` of the completions of B rows of data by all reward functions.
-    A function gives each completion a number; or None, not judged, which becomes the
-    mean of its group; or a list of numbers, one for each line (`split_steps`)."""
+    """`Scores` of the completions of B rows of data by all reward functions."""
     num_generations = len(batch.mask) // len(rows)
     ids = [x[:n] for x, n in zip(batch.completion_ids.tolist(), batch.mask.sum(1))]
     steps = [split_steps(run.tokenizer, x) for x in ids]
@@ -687,33 +703,22 @@ def score_completions(run, rows, batch):
     for name, (function, weight) in run.rewards.items():
         with failing_together(f"the reward {name} failed"):
             values = function(**copy.deepcopy(columns))
-            if not isinstance(values, (list, torch.Tensor)) or len(values) != len(ids):
-                raise ValueError(f"it must return a list of {len(ids)} values")
-            by_step = any(isinstance(value, list) for value in values)
-            means = torch.full_like(reward, math.nan)
-            for i, value in enumerate(values):
-                if value is None:
-                    continue
-                numbers = [float(x) for x in (value if by_step else [value])]
-                if not numbers:
-                    continue
-                means[i] = sum(numbers) / len(numbers)
-                if not means[i].isfinite():
-                    raise ValueError(f"{value!r} is not finite")
-                if by_step and weight:  # else it is only logged
-                    if len(numbers) != len(steps[i]):
-                        raise ValueError(f"{value!r} for {len(steps[i])} steps")
-                    step_rewards[i] += [weight * number for number in numbers]
-                    step_ends[i] += [end for _, end in steps[i]]
-        groups = means.view(-1, num_generations)  # (B, G)
-        # What is not judged gets the mean of its group, else of all.
-        for judged_mean in (groups.nanmean(1, keepdim=True), groups.nanmean()):
-            groups = groups.where(~groups.isnan(), judged_mean)
-        column = groups.flatten().nan_to_num()  # 0 where nothing at all is judged
+            judgements, by_step = check_values(values, steps)
+        means = [sum(x) / len(x) if x else math.nan for x in judgements]
+        groups = torch.tensor(means, dtype=reward.dtype).view(-1, num_generations)
+        # What is not judged gets the mean of its group, else of all, else 0.
+        groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
+        groups = groups.where(~groups.isnan(), groups.nanmean())
+        column = groups.flatten().nan_to_num()
         by_name[f"rewards/{name}"] = column
         reward += weight * column
         if not by_step:
             outcome += weight * column
+        elif weight:  # else it is only logged
+            for i, numbers in enumerate(judgements):
+                if numbers:
+                    step_rewards[i] += [weight * number for number in numbers]
+                    step_ends[i] += [end for _, end in steps[i]]
     return Scores(
         texts=columns["completions"],
         finished=columns["finished"],
@@ -723,6 +728,28 @@ def score_completions(run, rows, batch):
         step_rewards=step_rewards,
         step_ends=step_ends,
     )
+
+
+def check_values(values, steps):
+    """What a reward function returned -> (a list of numbers for each completion,
+    whether they are of its steps). The function gives a completion a number; or None,
+    not judged, which becomes an empty list; or a list, a number for each step."""
+    if not isinstance(values, (list, torch.Tensor)) or len(values) != len(steps):
+        raise ValueError(f"it must return a list of {len(steps)} values")
+    by_step = any(isinstance(value, list) for value in values)
+    judgements = []
+    for value, expected in zip(values, steps):
+        numbers = []
+        if by_step and value:
+            numbers = [float(x) for x in value]
+            if len(numbers) != len(expected):
+                raise ValueError(f"{value!r} for {len(expected)} steps")
+        elif value is not None and not by_step:
+            numbers = [float(value)]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{value!r} is not finite")
+        judgements.append(numbers)
+    return judgements, by_step
 
 
 def split_steps(tokenizer, ids):
@@ -759,7 +786,8 @@ class Part:
 
 def update(run, batch, advantages, learning_rate):
     """num_iterations (mu) AdamW steps on one rollout, whose advantages are (N, C) ->
-    metrics, those of tokens as means over those in parts."""
+    metrics. The loss is divided by the number of all tokens; what is measured of tokens
+    is a mean over those in the parts, which may leave groups out."""
     config = run.config
     parts = prepare_parts(run, batch, advantages)
     in_parts = sum(part.batch.mask.sum().item() for part in parts)
@@ -812,7 +840,8 @@ def prepare_parts(run, batch, advantages):
                 part.ref_logp = run.logprobs(
                     run.reference, *part.batch, run.config.temperature
                 )
-    for param in run.optimizer.params:  # a sum of bfloat16 gradients loses small ones
+    # The type in which `backward` adds up: a sum of bfloat16 would lose small ones.
+    for param in run.optimizer.params:
         param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
     return parts
 
@@ -821,7 +850,7 @@ def part_loss(run, part, num_sequences, num_tokens):
     """`grpo_loss` of a micro-batch; the numbers are those of the optimizer batch."""
     config = run.config
     logp = run.logprobs(run.policy, *part.batch, config.temperature)
-    if part.old_logp is None:  # no weight has moved yet
+    if part.old_logp is None:  # the first pass: the policy is the one that has sampled
         part.old_logp = logp.detach()
     return grpo_loss(
         logp,
@@ -841,13 +870,15 @@ def part_loss(run, part, num_sequences, num_tokens):
 
 
 def cut_micro_batches(row_numbers, prompt_lengths, lengths, max_tokens):
-    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens.
-    prompt_lengths: (B,), lengths of completions: (N,). Groups, and completions in each,
-    are sorted, longest first, to save padding. A single completion may exceed it."""
+    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens, padding
+    included: half of the groups each until one is left, then half of its completions.
+    One completion may be longer. prompt_lengths: (B,), lengths of completions: (N,)."""
     num_generations = len(lengths) // len(prompt_lengths)
+    # To save padding, sort each group and then the groups, longest completion first.
     order = lengths[row_numbers].argsort(1, descending=True)
     row_numbers = row_numbers.gather(1, order)
-    row_numbers = row_numbers[lengths[row_numbers[:, 0]].argsort(descending=True)]
+    longest = lengths[row_numbers[:, 0]]  # of each group
+    row_numbers = row_numbers[longest.argsort(descending=True)]
 
     def cut(numbers):
         longest_prompt = prompt_lengths[numbers[:, 0] // num_generations].max()
@@ -894,7 +925,8 @@ class MasterAdamW:
         self.dtype = dtype
         self.num_steps = 0
         self.params = [param for param in model.parameters() if param.requires_grad]
-        # This rank's part of each, float32, in the same memory until the cast below.
+        # Each is this rank's part of a weight, in float32, and for now the same memory.
+        # The cast below gives bfloat16 weights memory of their own, and no others.
         self.masters = [local(param.detach()) for param in self.params]
         if dtype == torch.bfloat16:
             for master in self.masters:
@@ -941,20 +973,22 @@ class MasterAdamW:
     def round(self):
         """Give each weight the value of its master."""
         for param, master in zip(self.params, self.masters):
-            # A float32 weight is its own master, unless it has been moved since.
+            # A float32 weight is its own master, unless `model.to` has copied it since.
             if local(param.detach()).data_ptr() != master.data_ptr():
                 param.data.copy_(master)
 
 
 def within_cell(weight):
     """Random float32 numbers that bfloat16 rounds to the weights given: (…) -> (…).
-    At 1e-6 a weight of 0.02 takes 60 steps from the middle of its rounding cell to the
-    edge; from random places some weights cross it at once, in proportion to what the
-    masters move. Zeros, and float32 weights that have lower bits of their own, stay."""
+    Near 0.02 bfloat16 numbers are 1.2e-4 apart: a master that begins at such a number
+    needs 60 steps of 1e-6 before it rounds to another. From random places some weights
+    do so at once, in proportion to what the masters move, and nothing is lost on
+    average. Zeros, and float32 weights that have lower bits of their own, stay."""
     on_grid = (weight == weight.bfloat16()) & (weight != 0)
-    # Adding 1 to a float's bits gives the next float; a cell has 2**16 of them.
-    lower_bits = torch.randint_like(weight, -(2**15) + 1, 2**15, dtype=torch.int32)
-    return (weight.view(torch.int32) + lower_bits * on_grid).view(torch.float32)
+    # Read as an integer, a float plus 1 is the next float; 2**16 round to the same.
+    bits = weight.view(torch.int32)
+    offset = torch.randint_like(weight, -(2**15) + 1, 2**15, dtype=torch.int32)
+    return (bits + offset * on_grid).view(torch.float32)
 
 
 # ---------------------------------------------------------------------------- training
@@ -993,7 +1027,7 @@ def finish_step(run, record):
     if run.num_skipped == 5:
         raise Error("the gradients of five steps in a row were not finite")
     if run.step == 10:
-        rows = read_metrics(run.output_dir)
+        rows = read_log(run.output_dir / "metrics.jsonl")
         if all(row.get("zero_std_fraction", 1) == 1 for row in rows):
             print0(NOTHING_TO_LEARN)
     if run.config.save_every and run.step % run.config.save_every == 0:
@@ -1008,16 +1042,17 @@ learnt. See completions.jsonl; try easier data, another --prompt-template, more
 
 def set_up(config, device, output_dir):
     """(run, rows to train on, rows held out), after the supervised steps."""
-    if config.prompts_per_step % WORLD_SIZE or (config.lora_rank and WORLD_SIZE > 1):
-        raise Error("several processes share --prompts-per-step evenly, without LoRA")
+    if config.prompts_per_step % WORLD_SIZE:
+        raise Error("several processes must share --prompts-per-step evenly")
+    if config.lora_rank and WORLD_SIZE > 1:
+        raise Error("--lora-rank takes a single process")
     rewards = load_rewards(config.reward, config.unsafe_code)
-    specs = {spec.partition("=")[0]: spec for spec in config.reward}
     if config.data:
-        train_rows = read_rows(config.data, specs)
+        train_rows = read_rows(config.data, config.reward_names)
     else:
         train_rows = arithmetic(config.model, config.seed)
     if config.eval_data:
-        eval_rows = read_rows(config.eval_data, specs)
+        eval_rows = read_rows(config.eval_data, config.reward_names)
     else:
         random.Random(config.seed).shuffle(train_rows)
         held_out = min(64, len(train_rows) // 10)
@@ -1053,7 +1088,8 @@ def start_tracker(config, name):
 
 def sft(config, device, output_dir, rows):
     """Supervised steps on the rows' solutions; the model is left in OUTPUT_DIR/sft.
-    An update with advantage 1 and no reference follows the cross-entropy's gradient."""
+    With advantage 1, ratio 1 and no reference the loss has the gradient of -logp: it is
+    that of cross-entropy."""
     config = dataclasses.replace(
         config, loss_type="dapo", beta=0, num_iterations=1, temperature=1.0
     )
@@ -1085,7 +1121,8 @@ def sft(config, device, output_dir, rows):
 def evaluate(run, rows, step):
     """Mean rewards of greedy completions of the held-out rows, logged."""
     # Every process has the same number of rows, and decodes no more than in training.
-    mine = rows[RANK : len(rows) // WORLD_SIZE * WORLD_SIZE : WORLD_SIZE]
+    num_rows = len(rows) - len(rows) % WORLD_SIZE
+    mine = rows[RANK:num_rows:WORLD_SIZE]
     size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
     parts = []
     starts = range(0, len(mine), size)
@@ -1102,7 +1139,8 @@ def evaluate(run, rows, step):
 
 
 def log_completions(run, step, rows, scores, advantages, mask):
-    """Append a step's completions to completions.jsonl; print one of three prompts."""
+    """Append a step's completions to completions.jsonl; print the first completion of
+    each of the first three prompts."""
     if RANK > 0:
         return
     num_generations = len(mask) // len(rows)
@@ -1138,17 +1176,18 @@ def log(run, record):
         run.tracker.log(finite, step=record["step"])
 
 
-def read_metrics(folder):
-    """The rows of a folder's metrics.jsonl."""
-    file = folder / "metrics.jsonl"
-    return [json.loads(x) for x in file.open()] if file.exists() else []
+def read_log(file):
+    """The rows of a metrics.jsonl or completions.jsonl."""
+    return [json.loads(line) for line in file.open()] if file.exists() else []
 
 
 def conclude(run):
     """Say in two lines what happened."""
-    rows = read_metrics(run.output_dir)
+    rows = read_log(run.output_dir / "metrics.jsonl")
     held = [row["eval/reward"] for row in rows if "eval/reward" in row]
-    if len(held) > 1:
+    if len(held) == 1:
+        print0(f"greedy held-out reward: {held[0]:.2f}")
+    elif held:
         print0(f"greedy held-out reward: {held[0]:.2f} before, {held[-1]:.2f} after")
     rewards = [row["reward"] for row in rows if "reward" in row]
     if rewards:
@@ -1200,7 +1239,7 @@ def one_line(error):
 
 
 # -------------------------------------------------------------------- data and prompts
-def read_rows(source, rewards):
+def read_rows(source, reward_names):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
     `prompt`, `question` or `problem` (text or chat messages) becomes "prompt"; `answer`
     or `solution` becomes "answer"; other columns stay for the reward functions. What
@@ -1220,9 +1259,9 @@ def read_rows(source, rewards):
     for number, line in enumerate(lines, 1):
         try:
             if isinstance(line, dict):
-                rows.append(check_row(line, rewards))
+                rows.append(check_row(line, reward_names))
             elif line.strip():
-                rows.append(check_row(json.loads(line), rewards))
+                rows.append(check_row(json.loads(line), reward_names))
         except Error as error:
             raise Error(f"{source}:{number}: {error}") from None
         except Exception as error:  # whatever a line can hold
@@ -1235,7 +1274,7 @@ def read_rows(source, rewards):
     return rows
 
 
-def check_row(row, rewards):
+def check_row(row, reward_names):
     """The row with "prompt" and "answer". Raises an exception if it is not one."""
     prompt = row.get("prompt") or row.get("question") or row["problem"]
     for message in as_messages(prompt):
@@ -1243,8 +1282,8 @@ def check_row(row, rewards):
     answer = row.get("answer")
     if answer is None:
         answer = row.get("solution")
-    if NEED_ANSWERS & rewards.keys():
-        check_answer(answer, "accuracy" in rewards)
+    if NEED_ANSWERS & reward_names:
+        check_answer(answer, "accuracy" in reward_names)
     return {**row, "prompt": prompt, "answer": answer}
 
 
@@ -1254,7 +1293,8 @@ def as_messages(prompt):
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the template ends turns with an EOS; else the model never saw it."""
+    """Whether the chat template ends turns with an EOS. Base models come with templates
+    that they were not trained on, and whose end of a turn they do not know."""
     if not tokenizer.chat_template:
         return False
     messages = [dict(role=role, content=role) for role in ("user", "assistant")]
@@ -1299,8 +1339,7 @@ def encode_prompt(row, run, chat):
     config = run.config
     template = config.prompt_template
     if not template:
-        names = {spec.partition("=")[0] for spec in config.reward}
-        template = BOXED if names & NEED_ANSWERS else "{question}"
+        template = BOXED if config.reward_names & NEED_ANSWERS else "{question}"
     prompt = row["prompt"]
     if isinstance(prompt, str):
         prompt = template.replace("{question}", prompt)
@@ -1330,7 +1369,8 @@ def prompt_batch(rows, step, size, seed):
 
 def pad(sequences, side, device):
     """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool.
-    Padding is a real token: the model's own may have an embedding of zeros."""
+    Padding is masked, but must be a token that the model can compute with: the one
+    made for it may have an embedding of zeros, whose norm gives NaN gradients."""
     rows = [torch.tensor(sequence, device=device) for sequence in sequences]
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side)
     mask = ids >= 0  # no token's id is -1
@@ -1387,9 +1427,10 @@ def score_answers(completions, answer, finished, equal):
 # A word with a digit is taken whole: 2024-01-07, 10:30, 3x and ±7 hide no number.
 _WORD_WITH_DIGIT = r"""(?x)
     (?<! [^\s=>])                              # it starts after a space, = or <answer>
-    (?: [*_'"(\[] | \\[(\[] )*+                # the brackets of **5**, (5) and \(5\)
-    (?: \d+ [-–] (?= \d+ [^\w\s]* (?!\S) ) )?  # 3- of a range 3-5
-    ( [^\s=<>]* \d (?: [^\s=<>]* [\w%$€£}] )? )
+    (?: [*_'"(\[] | \\[(\[] )*+                # not in it: what opens **5**, (5), \(5\)
+    (?: \d+ [-–] (?= \d+ [^\w\s]* (?!\S) ) )?  # not in it: the 3- of a range 3-5
+    ( [^\s=<>]* \d                             # it goes to a digit, and to the last
+      (?: [^\s=<>]* [\w%$€£}] )? )             # letter or sign: 5.0km. without the stop
 """
 
 
@@ -1435,8 +1476,9 @@ def check_answer(answer, by_number):
     >>> check_answer(r"so \boxed{\frac{1}{2}}", by_number=True)
     """
     for gold in gold_answers(answer):
-        # Numbers have none of these signs; in its repr a text has each backslash twice.
-        if by_number and re.search(r"\\\\|[\^_]", str(read_answer(gold))):
+        values, _ = read_answer(gold)
+        words = "".join(value for value in values if isinstance(value, str))
+        if by_number and re.search(r"[\\^_]", words):
             raise Error(f"{gold!r} is LaTeX and no number: take --reward math")
 
 
@@ -1451,21 +1493,22 @@ _NUMBER = r"""(?x)
       | \.\d{1,99} ) )                            # .5
     \ ?
     ( %                                           # 50%
-    | (?<= \ )                                    # 5 and a unit, unless the word is a
-      (?! ( half | halve | quarter | third        # part of the number as in 7 tenths
-          | fourth | fifth | sixth | seventh | eighth | ninth | tenth | eleventh
-          | twelfth | \w+teenth | \w+tieth | \w*hundredth | \w*thousandth
-          | \w*illionth | one | two | three | four | five | six | seven | eight | nine
-          | ten | eleven | twelve | \w+teen | twenty | thirty | forty | fifty | sixty
-          | seventy | eighty | ninety | hundred | thousand | \w*illion | lakh | crore
-          | bn | mn | mil | dozen | pair | couple | score | gross | squared | cubed | pi
-          ) s? $ )
+    | (?<= \ ) (?! (?: NUMBER_WORD ) s? $ )       # 5 and a unit, but not 7 tenths
       [a-z]{2,}
     | )
-"""
+""".replace(
+    "NUMBER_WORD",
+    r""" half | halve | quarter | third | fourth | fifth | sixth | seventh | eighth
+    | ninth | tenth | eleventh | twelfth | \w+teenth | \w+tieth | \w*hundredth
+    | \w*thousandth | \w*illionth | one | two | three | four | five | six | seven
+    | eight | nine | ten | eleven | twelve | \w+teen | twenty | thirty | forty | fifty
+    | sixty | seventy | eighty | ninety | hundred | thousand | \w*illion | lakh | crore
+    | bn | mn | mil | dozen | pair | couple | score | gross | squared | cubed | pi """,
+)
 
 
-# LaTeX that says nothing becomes a space, so that 2\frac{1}{2} is 2 1/2 and not 21/2.
+# What is form alone becomes a space. It is read after }{ has become /, so that
+# 2\frac{1}{2} is 2 1/2 and not 21/2.
 _DECORATION = r"""(?x)
     \\(?: text | textbf | mathrm | mbox )\b
     | \\[dt]?frac (?= \{ -?\d+/\d+ \} (?! \w ) )  # of \frac{1/2}, once \frac{1}{2}
@@ -1627,7 +1670,7 @@ def check_sandbox():
     command = f"{SANDBOX} --ro-bind / / true"
     result = subprocess.run(command, shell=True, capture_output=True, text=True)
     if result.returncode or not run_tests("", ""):
-        words = one_line(result.stderr)
+        words = one_line(result.stderr or "Python does not run in it")
         raise Error(f"{words}: install the package bubblewrap, or give --unsafe-code")
 
 
@@ -1638,7 +1681,8 @@ def load_model(name, device, seed):
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
-        os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads keep memory
+        # Loading in threads would leave memory with each of them.
+        os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             if find_adapter_config_file(name):
@@ -1700,13 +1744,18 @@ def choose_paths(model):
     """The fastest functions that agree with the model's own forward pass -> (log-probs,
     whether they share prompts, whether sampling may use the cache), for a float32
     model. Raises `Error` where padding or later tokens change a log-prob."""
-    name = type(model).__name__
-    prompts = pad([[2, 3, 4, 2, 3], [5, 6]], "left", model.device)
-    completions = pad([[2, 3, 4, 5], [7, 8]] * 2, "right", model.device)
+    model_name = type(model).__name__
+    prompt_ids, prompt_mask = pad([[2, 3, 4, 2, 3], [5, 6]], "left", model.device)
+    completion_ids, mask = pad([[2, 3, 4, 5], [7, 8]] * 2, "right", model.device)
+    batch = Batch(prompt_ids, prompt_mask, completion_ids, mask)
+    # Prompt [5, 6] and completion [7, 8], the last rows, without their padding.
+    unpadded = Batch(
+        prompt_ids[1:, 3:], prompt_mask[1:, 3:], completion_ids[3:, :2], mask[3:, :2]
+    )
 
     def compute(logprobs):
         """Log-probs of the last completion, gradients of the embeddings."""
-        logp = logprobs(model, *prompts, *completions)
+        logp = logprobs(model, *batch)
         (grad,) = torch.autograd.grad(logp.sum(), model.get_input_embeddings().weight)
         return logp[-1, :2].detach(), grad
 
@@ -1715,34 +1764,33 @@ def choose_paths(model):
 
     def caches():
         torch.manual_seed(0)
-        found = generate(model, *prompts, 8, 8, [1])
+        found = generate(model, prompt_ids, prompt_mask, 8, 8, [1])
         torch.manual_seed(0)
-        slowly = generate(model, *prompts, 8, 8, [1], use_cache=False)
+        slowly = generate(model, prompt_ids, prompt_mask, 8, 8, [1], use_cache=False)
         return (found == slowly).float().mean() > 0.9  # rounding may change a draw
 
     expected = compute(plain_logprobs)
-    # The last prompt and completion alone, without their padding.
-    unpadded = [x[1:, -2:] for x in prompts] + [x[3:, :2] for x in completions]
     tolerance = 2e-5 if model.device.type == "cpu" else 1e-3  # GPU kernels differ more
     if not close(plain_logprobs(model, *unpadded), expected[0], tolerance):
-        raise Error(f"{name}: padding or later tokens change log-probs")
-    own_logits = functools.partial(token_logprobs, own_logits=True)
-    candidates = [token_logprobs, own_logits]
-    # Small random weights would not show what a cap does to logits: ask for it as well.
-    for option, value in vars(model.config.get_text_config()).items():
-        if re.search("logit|lm_head", option) and value not in (None, False, 1):
-            candidates = [own_logits]
-    for logprobs in candidates:
-        reason = obstacle(shares, logprobs)
-        if not reason:
-            break
-    else:
+        raise Error(f"{model_name}: padding or later tokens change log-probs")
+    # A cap hardly changes the small logits of untrained weights: ask for it as well.
+    options = vars(model.config.get_text_config()).items()
+    changes_logits = [
+        name
+        for name, value in options
+        if re.search("logit|lm_head", name) and value not in (None, False, 1)
+    ]
+    logprobs = token_logprobs
+    if changes_logits or obstacle(shares, logprobs):
+        logprobs = functools.partial(token_logprobs, own_logits=True)
+    no_sharing = obstacle(shares, logprobs)
+    if no_sharing:
         logprobs = plain_logprobs
-        print0(f"note: slower, as {name} shares no prompts: {reason}")
-    reason = obstacle(caches)
-    if reason:
-        print0(f"note: samples slowly, as {name} has no cache to go on from: {reason}")
-    return logprobs, logprobs is not plain_logprobs, not reason
+        print0(f"note: slower, as {model_name} shares no prompts: {no_sharing}")
+    no_cache = obstacle(caches)
+    if no_cache:
+        print0(f"note: samples slowly, as {model_name} has no such cache: {no_cache}")
+    return logprobs, not no_sharing, not no_cache
 
 
 def close(found, expected, tolerance=2e-3):
@@ -1819,14 +1867,15 @@ def add_adapters(model, rank):
 
 def fit_micro_batch(model, dtype):
     """Tokens of a micro-batch that fit the free memory, at 50 activations for each unit
-    of each layer. Gradients from completions wait for those from prompts. CPU: 2048."""
+    of each layer; 2048 on a CPU. Adam's moments and a weight's gradient take 12 bytes;
+    4 more the gradient from completions, while autograd computes that from prompts."""
     if model.device.type == "cpu":
         return 2048
     text_config = model.config.get_text_config()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     for param in model.parameters():
-        if param.requires_grad:  # Adam's moments, gradients, and those that wait
+        if param.requires_grad:
             free -= 12 * local(param).numel() + 4 * param.numel()
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * dtype.itemsize * units)
@@ -1877,7 +1926,7 @@ def failing_together(what):
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         failure = f"{what}: {one_line(error)}"
-    failure = max(all_gather(failure))
+    failure = max(all_gather(failure))  # any that is not empty
     if failure:
         raise Error(failure)
 
@@ -1893,11 +1942,6 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor):
-    """All of a tensor, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def add_empty_parts(parts):
     """Ranks wait for each other at every pass: those with fewer parts repeat one, with
     nothing in its mask."""
@@ -1909,8 +1953,9 @@ def add_empty_parts(parts):
 
 def shard(model, logprobs, dtype, is_policy):
     """With several ranks, give each its part of a model's float32 weights (FSDP2). A
-    rank gathers the policy's, in `dtype`, for a rollout and an update, the reference's
-    layer by layer. FSDP gathers weights around methods: `logprobs` becomes one."""
+    rank gathers the policy's, in `dtype`, for a rollout and an update, and those of the
+    reference layer by layer. FSDP gathers them when `forward` is called, or a method
+    that it knows; `logprobs` calls parts of the model, so it becomes such a method."""
     if WORLD_SIZE == 1:
         return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -1919,7 +1964,7 @@ def shard(model, logprobs, dtype, is_policy):
         fsdp.fully_shard(
             module, mp_policy=precision, reshard_after_forward=not is_policy
         )
-    model.set_reshard_after_backward(False)  # whole until the optimizer's step
+    model.set_reshard_after_backward(False)  # `collect_gradient` does it, once
     model.logprobs = functools.partial(logprobs, model)
     fsdp.register_fsdp_forward_method(model, "logprobs")
 
@@ -1927,6 +1972,17 @@ def shard(model, logprobs, dtype, is_policy):
 def sharded_logprobs(model, *arguments):
     """The method that `shard` has made."""
     return model.logprobs(*arguments)
+
+
+def gather_weights(model, dtype):
+    """The state dict of a sharded model in `dtype`, on the CPU of the first rank."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor().to(dtype)  # takes all ranks
+        if RANK == 0:
+            weights[name] = tensor.cpu()
+    return weights
 
 
 # ------------------------------------------------------------------------- checkpoints
@@ -1978,9 +2034,10 @@ def save_at_the_end(run):
 
 
 def save(run):
-    """Make the last finished step a checkpoint, in place of the one before; unless it
-    is one already, or weights have moved since, or they give no finite gradient."""
-    if run.step == run.saved_step or run.optimizer.num_steps != run.num_updates:
+    """Make the last finished step a checkpoint, in place of the one before. Broken
+    weights never replace good ones: they must give a finite gradient on two tokens."""
+    stopped_amid_updates = run.optimizer.num_steps != run.num_updates
+    if run.step == run.saved_step or stopped_amid_updates:
         return
     ids = torch.full((1, 2), run.eos_token_ids[0], device=run.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -2000,15 +2057,9 @@ def write_folder(run, name, with_optimizer=False):
     """A folder that `from_pretrained` and vLLM load (with LoRA merged, in float32, and
     `adapter/`) and what each rank needs to go on. It gets its name once it is whole."""
     folder = run.output_dir / f"partial-{name}"
-    model, state = run.policy, None
+    model = run.policy
     dtype = run.optimizer.dtype
-    if WORLD_SIZE > 1:
-        state = {}
-        for key, tensor in model.state_dict().items():
-            saved_dtype = dtype if isinstance(tensor, DTensor) else tensor.dtype
-            tensor = whole(tensor)  # takes all ranks
-            if RANK == 0:
-                state[key] = tensor.to(saved_dtype).cpu()
+    weights = gather_weights(model, dtype) if WORLD_SIZE > 1 else None
     if RANK == 0:
         remove_partial(run.output_dir)
     all_gather(None)
@@ -2025,14 +2076,14 @@ def write_folder(run, name, with_optimizer=False):
             file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
             torch.save(run.optimizer.state(), file)
         if RANK == 0:
-            model.save_pretrained(folder, state_dict=state)
-            if state:
+            model.save_pretrained(folder, state_dict=weights)
+            if weights:
                 model.config.dtype = dtype  # not that of the shards
                 model.config.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
             write_options(run.config, folder)
-            if with_optimizer:
-                shutil.copy(run.output_dir / "metrics.jsonl", folder)
+            for file in run.output_dir.glob("*.jsonl"):
+                shutil.copy(file, folder)
     with failing_together(f"{folder} cannot be finished"):
         if RANK == 0:
             for file in folder.rglob("*.*"):  # on the disk before it has its name
@@ -2050,21 +2101,22 @@ def checkpoints(output_dir):
 
 
 def restore(run):
-    """Take the newest checkpoint's weights, optimizer and metrics, if there is one."""
+    """Take the newest checkpoint's weights, optimizer and logs, if there is one."""
     folder = [None, *checkpoints(run.output_dir)][-1]
-    rows = []
     if folder:
         file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
         if not file.exists():
             raise Error(f"no {file}: another number of processes, or no run")
         run.optimizer.load(torch.load(file, map_location="cpu", weights_only=True))
         run.step = run.saved_step = int(folder.name[11:])
-        rows = read_metrics(folder)
         print0(f"going on from {folder}")
-    if RANK == 0:
-        with open(run.output_dir / "metrics.jsonl", "w") as lines:
-            for row in rows:
-                if "loss" in row or row["step"] < run.step:  # it is evaluated again
+    if RANK > 0:
+        return
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        rows = read_log(folder / name) if folder else []
+        with open(run.output_dir / name, "w") as lines:
+            for row in rows:  # this step is evaluated again
+                if "eval/reward" not in row or row["step"] < run.step:
                     print(json.dumps(row), file=lines)
 
 
@@ -2159,7 +2211,7 @@ def parse_args(argv=None):
         folder = Path(re.sub(r"/checkpoint-\d+/*$", "", typed["resume"]))
         for name in typed.keys() - {"resume", *RESUMABLE.split()}:
             option = name.replace("_", "-")
-            raise Error(f"--resume: the run has its own --{option}; not so {RESUMABLE}")
+            raise Error(f"the run has its own --{option}; may be new: {RESUMABLE}")
         newest = [folder, *checkpoints(folder)][-1]
         options = json.loads((newest / "options.json").read_text())
         typed["output_dir"] = str(folder)
