@@ -33,8 +33,8 @@ Where this departs from the papers and from common tutorials:
   - A prompt runs once for its group, not once for each completion.
 
 Order: options, the mathematics, `train_step`, what it calls (sampling, log-probs,
-scores, update); then `train` and what any trainer has. A docstring that ends in
-"Needs …" names what to copy together with its function into another project.
+scores, update); then `train` and what any trainer has. "Needs …" in a docstring names
+what to copy with the function into another project, beside `torch`.
 """
 
 import argparse
@@ -324,8 +324,8 @@ def process_advantages(
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
     token's advantage sums those of the steps that end at or after it. Raises ValueError
-    if ends and rewards differ in number. Needs `group_advantages`. Here the steps of
-    one completion end at its tokens 0 and 2, those of the other at 1 and 2:
+    if ends and rewards differ in number. Needs `group_advantages`. On the CPU. Here the
+    steps of one completion end at its tokens 0 and 2, those of the other at 1 and 2:
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
@@ -476,8 +476,9 @@ def generate(
     """G completions of each prompt, sampled from the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
     row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
-    model must be in eval mode; its generation config is not read. `use_cache` False
-    runs all tokens again for each new one: slow, but right for any model.
+    model must be in eval mode (in training mode gradient checkpointing drops the cache,
+    and samples are wrong); its generation config is not read. `use_cache` False runs
+    all tokens again for each new one: slow, but right for any model.
     Needs `sample`, `forward`, `LOOK_EVERY`, `F`, `DynamicCache` and `inspect`."""
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
     prompt_numbers = torch.arange(len(prompt_ids), device=eos.device)
@@ -576,13 +577,16 @@ def token_logprobs(
 ):
     """log-prob of each completion token given all before it: (N, C) float32.
     0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, mask:
-    (N, C), right-padded, bool; rows b*G … b*G+G-1 continue prompt b. The logits are
-    divided by `temperature`, as in sampling. The model must be in eval mode.
+    (N, C), right-padded, the mask of `completion_mask`; rows b*G … b*G+G-1 continue
+    prompt b. The logits are divided by `temperature`, as in sampling. The model must be
+    in eval mode (in training mode gradient checkpointing drops the cache, and the
+    result is wrong).
     Each prompt runs once. Its completions go on from G copies of its key-value cache;
     the copies are ordinary tensors that depend on the weights, so gradients flow
-    through them into the prompt. `model` is a causal LM of transformers, not wrapped.
-    With `own_logits` the model computes them itself, which it must if it caps or scales
-    them. Compare a new model with `plain_logprobs` first, as `choose_paths` does.
+    through them into the prompt. `model` is a causal LM of transformers (of a model
+    that peft has wrapped, `get_base_model()`). With `own_logits` it computes its logits
+    itself, which it must if it caps or scales them: compare a new model's result with
+    that of `plain_logprobs`, as `choose_paths` does.
     Needs `forward`, `logprobs_of_hidden`, `logprobs_of_logits`, `LogNormaliser`,
     `LOGITS_AT_ONCE`, `DynamicCache`, `F` and `inspect`."""
     num_rows, length = completion_ids.shape
@@ -918,8 +922,11 @@ class MasterAdamW:
     """torch's AdamW (arXiv:1711.05101; weight decay 0) on float32 masters.
     Adding less than 1/512 of a bfloat16 weight changes nothing: so its float32 master
     moves, and the weight is the master, rounded. A float32 weight (FSDP's shards are)
-    is its own master. Takes a float32 model and casts it to `dtype`. Needs `local`,
-    `within_cell`, `DTensor`, `math`, `get_total_norm` and `clip_grads_with_norm_`."""
+    is its own master. Takes a float32 model and casts it to `dtype`. After the last
+    backward of a batch: `norm = optimizer.collect()`, then, if that is finite,
+    `optimizer.step(learning_rate, norm, max_grad_norm)`. For micro-batches see
+    `grad_dtype` in `prepare_parts`. Needs `local`, `within_cell`, `DTensor`, `math`,
+    `get_total_norm` and `clip_grads_with_norm_`."""
 
     def __init__(self, model, dtype):
         self.dtype = dtype
@@ -938,7 +945,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def collect(self):
-        """Move the gradients to the masters -> the norm of this rank's part."""
+        """Give the masters the weights' gradients, in place of any that they have, and
+        free those -> the norm of this rank's part."""
         grads = []
         for param, master in zip(self.params, self.masters):
             if param.grad is not None:
@@ -1379,8 +1387,9 @@ def pad(sequences, side, device):
 
 # ----------------------------------------------------------------------------- rewards
 def accuracy_reward(prompts, completions, answer, finished=None, **columns):
-    """1.0 where the extracted answer is the data's `answer`, or one of a list; else 0.
-    A completion that is not `finished` counts only by a closed box or a ####.
+    """1.0 where the extracted answer is the data's; else 0. answer: N of them, for each
+    completion a text, a number, or a list of alternatives. finished: N bools; one that
+    is False counts only by a closed box or a ####. The prompts are not read.
     Raises ValueError for an empty answer. Needs `score_answers`, `extract_answer`,
     `gold_answers`, `answers_match`, `read_answer`, `_WORD_WITH_DIGIT`, `_NUMBER`,
     `_DECORATION`, `re` and `Fraction`.
@@ -1567,7 +1576,10 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
     """1.0 where the last fenced block of Python passes the data's `tests`, else 0.0;
     None without tests. It runs with limits, under bubblewrap: no network, no other
     processes, none of the user's files. With `unsafe_code` it can do whatever your user
-    can. It can always cheat its tests, with which it shares the process."""
+    can. It can always cheat its tests, with which it shares the process. tests: N
+    texts or lists of lines. Call `check_sandbox` first: where bubblewrap fails all are
+    0. Needs `run_tests`, `SANDBOX`, `ThreadPoolExecutor`, `contextlib`, `os`, `re`,
+    `secrets`, `signal`, `subprocess`, `sys` and `tempfile`."""
 
     def passes(completion, test):
         if not test:
@@ -1582,8 +1594,10 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
         return list(pool.map(passes, completions, tests))
 
 
-SANDBOX = "bwrap --unshare-all --die-with-parent --new-session --proc /proc --dev /dev"
-SANDBOX += " --tmpfs /tmp --chdir /tmp"
+SANDBOX = (
+    "bwrap --unshare-all --die-with-parent --new-session --proc /proc --dev /dev"
+    " --tmpfs /tmp --chdir /tmp"
+)
 
 
 def run_tests(code, tests, unsafe_code=False, seconds=5):
@@ -2179,8 +2193,10 @@ TINY = dict(  # what `--model tiny` changes; whatever the user types wins
 
 
 # What may be typed beside --resume; all else is the run's own.
-RESUMABLE = "max_steps learning_rate eval_every save_every micro_batch_tokens"
-RESUMABLE += " unsafe_code report_to"
+RESUMABLE = (
+    "max_steps learning_rate eval_every save_every micro_batch_tokens unsafe_code"
+    " report_to"
+)
 
 
 def parse_args(argv=None):
