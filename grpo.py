@@ -739,7 +739,8 @@ def check_values(values, steps):
     whether they are of its steps). The function gives a completion a number; or None,
     not judged, which becomes an empty list; or a list, a number for each step."""
     if not isinstance(values, (list, torch.Tensor)) or len(values) != len(steps):
-        raise ValueError(f"it must return a list of {len(steps)} values")
+        got = str(values)[:80]
+        raise ValueError(f"it must return a list of {len(steps)} values, not {got}")
     by_step = any(isinstance(value, list) for value in values)
     judgements = []
     for value, expected in zip(values, steps):
@@ -1156,16 +1157,18 @@ def log_completions(run, step, rows, scores, advantages, mask):
     with open(run.output_dir / "completions.jsonl", "a") as lines:
         for i, text in enumerate(scores.texts):
             row = rows[i // num_generations]
-            rewards = {name: x[i].item() for name, x in scores.columns.items()}
+            rewards = {x: round(y[i].item(), 6) for x, y in scores.columns.items()}
             record = dict(
+                row,
                 step=step,
                 prompt=row["prompts"],
                 completion=text,
-                answer=row["answer"],
                 advantage=advantages[i],
                 finished=scores.finished[i],
                 **rewards,
             )
+            for name in ("prompts", "prompt_ids", "messages"):  # they say the same
+                del record[name]
             print(json.dumps(record, default=str), file=lines)
             if i in (0, num_generations, 2 * num_generations):
                 question, answer = str(row["prompt"])[-200:], str(row["answer"])[-30:]
@@ -1284,7 +1287,9 @@ def read_rows(source, reward_names):
 
 def check_row(row, reward_names):
     """The row with "prompt" and "answer". Raises an exception if it is not one."""
-    prompt = row.get("prompt") or row.get("question") or row["problem"]
+    prompt = row.get("prompt") or row.get("question") or row.get("problem")
+    if not prompt:
+        raise ValueError(f"no prompt, question or problem in the columns {list(row)}")
     for message in as_messages(prompt):
         (message["role"] + message["content"]).encode()  # no lone surrogates
     answer = row.get("answer")
@@ -1475,7 +1480,7 @@ def gold_answers(answer):
         marked = "\\boxed" in text or "####" in text
         golds.append(extract_answer(text) if marked else text)
     if not golds or not all(golds) or "nan" in golds:
-        raise ValueError(f"{answer!r} is no answer")
+        raise ValueError(f"{answer!r} is no answer to compare with")
     return golds
 
 
@@ -1653,8 +1658,9 @@ def load_rewards(specs, unsafe_code=False):
         target, _, weight = spec.partition("=")
         path, _, name = target.rpartition(":")
         try:
-            functions = vars(import_file(path)) if path else {**REWARDS, "code": code}
-            rewards[name] = functions[name], float(weight or 1)
+            built_in = {**REWARDS, "code": code}
+            function = getattr(import_file(path), name) if path else built_in[name]
+            rewards[name] = function, float(weight or 1)
         except (Exception, SystemExit) as error:
             known = f"it takes {', '.join(REWARDS)} or FILE.py:FUNCTION, each [=WEIGHT]"
             raise Error(f"--reward {spec}: {error!r}; {known}") from error
@@ -1709,7 +1715,7 @@ def load_model(name, device, seed):
             else:
                 model = load_text_model(name)
         except ValueError as error:  # transformers knows no such model
-            raise Error(f"{name}: {one_line(error)}") from error
+            raise Error(f"--model {name}: {one_line(error)}") from error
     model.to(device).eval()  # no dropout: sampling, old, new and reference agree
     for param in model.parameters():  # a mapped file's memory would be slow: copy
         param.data = param.data.clone(memory_format=torch.contiguous_format)
@@ -2015,7 +2021,7 @@ def open_output_dir(config):
             remove_partial(output_dir)
             if not config.resume:
                 if (output_dir / "metrics.jsonl").exists():  # made once it has begun
-                    raise Error(f"{output_dir} is of another run: --resume it?")
+                    raise Error(f"{output_dir} has a run: --resume it, or take another")
                 shutil.rmtree(output_dir / "sft", ignore_errors=True)
                 write_options(config, output_dir)
         all_gather(None)  # until it is there
@@ -2202,7 +2208,9 @@ RESUMABLE = (
 def parse_args(argv=None):
     """`Config` of a list of command-line words (default: the process's)."""
     usage = "python grpo.py [--option value ...]"
-    parser = argparse.ArgumentParser(usage=usage, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        usage=usage, argument_default=argparse.SUPPRESS, allow_abbrev=False
+    )
     comments = {}
     for line in inspect.getsource(Config).splitlines():
         field, _, comment = line.partition("  # ")

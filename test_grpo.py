@@ -2072,7 +2072,7 @@ def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied):
     assert rows[2]["kl"] > 1e-4 and rows[0]["skipped"] == 0
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-2]
     assert set(METRICS.split()) <= json.loads(last).keys()
-    with raises(Error, match="of another run"):
+    with raises(Error, match="has a run"):
         train(tmp_path, QUICK)
 
 
