@@ -27,9 +27,8 @@ Where this departs from the papers and from common tutorials:
   - A completion's mask includes its first EOS; `ids != pad` loses it if pad is EOS.
   - With one update per rollout the ratio is exactly 1 and nothing is clipped.
   - Normalisers count the whole optimizer batch: micro-batches change no gradient.
-  - AdamW moves float32 masters: a step of 1e-6 would change no bfloat16 weight. Each
-    master begins at a random number that rounds to its weight: if all began at the
-    weight itself, none would change for dozens of steps (`within_cell`).
+  - AdamW moves float32 masters, as a step of 1e-6 would change no bfloat16 weight. Each
+    master begins at a random number that rounds to its weight (`within_cell`).
   - A prompt runs once for its group, not once for each completion.
 
 Order: options, the mathematics, `train_step`, what it calls (sampling, log-probs,
@@ -105,7 +104,7 @@ class Config:
     reward: tuple = ("accuracy",)  # accuracy, math, format, code, FILE.py:X [=WEIGHT]
     unsafe_code: bool = False  # the code reward without bubblewrap: it can do anything
     chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
-    prompt_template: str = ""  # text around {question}; else a \boxed{} for its answer
+    prompt_template: str = ""  # around a {question} of text; else asks for a \boxed{}
     system_prompt: str = ""  # system message of every prompt
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU
     # sampling
@@ -182,8 +181,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    # The mean of equal rewards can be one bit off; the std then is that bit as well,
-    # and their quotient far from 0.
+    # The mean of equal rewards can be off by 1e-8; so is their std then, and the
+    # quotient is about 1.
     equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     return advantages.masked_fill(equal, 0).view(-1)
 
@@ -195,10 +194,9 @@ def masked_mean(x, mask, dim=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    Over tokens sampled from the policy the mean of -d is KL(policy, reference), and
-    that of exp(d) - 1 is 0: their sum has the same mean and less variance. DeepSeekMath
-    eq. 4, Schulman's k3 (joschu.net/blog/kl-approx.html). Give it float32: bfloat16
-    rounds it away.
+    For tokens sampled from the policy E[-d] = KL(policy, reference), E[exp(d) - 1] = 0,
+    and their sum has less variance than -d alone. DeepSeekMath eq. 4, Schulman's k3
+    (joschu.net/blog/kl-approx.html). Give it float32: bfloat16 rounds it away.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -208,10 +206,10 @@ def kl_k3(logp, ref_logp):
 
 def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
     """New over old probability of each token, (N, C); exactly 1 without `old_logp`.
-    Level "sequence" is GSPO and takes `mask`. Needs `mean_log_ratio`, `masked_mean`."""
+    Level "sequence" is GSPO, by `mask`. Needs `mean_log_ratio` and `masked_mean`."""
     if old_logp is None:
         old_logp = logp
-    # Without old_logp its value is 0, and its gradient is that of logp.
+    # Without old_logp it is 0, but has the gradient of logp, and so has the ratio.
     log_ratio = logp - old_logp.detach()
     if importance_sampling_level == "sequence":
         log_ratio = mean_log_ratio(log_ratio, mask)
@@ -324,8 +322,8 @@ def process_advantages(
     step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token. The step rewards of a group are normalised together; a
     token's advantage sums those of the steps that end at or after it. Raises ValueError
-    if ends and rewards differ in number. Needs `group_advantages`. On the CPU. Here the
-    steps of one completion end at its tokens 0 and 2, those of the other at 1 and 2:
+    if ends and rewards differ in number. Needs `group_advantages`. Returns a CPU
+    tensor. Here the steps of the completions end at tokens 0 and 2, and at 1 and 2:
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
@@ -503,7 +501,9 @@ def generate(
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
                 break
-            if len(unfinished) < len(live):  # the others stop costing
+            # From here on only these rows run: `live` holds their numbers, and
+            # `prompt_of`, `finished` and the cache have an entry for each.
+            if len(unfinished) < len(live):
                 live = live[unfinished]
                 prompt_of = prompt_of[unfinished]
                 finished = finished[unfinished]
@@ -531,9 +531,10 @@ def sample(logits, temperature=1.0):
 
 def forward(module, ids, attention_mask, cache=None, **options):
     """Run ids (N, L) after the K tokens that `cache` holds, and add them to it.
-    attention_mask: (N, K + L). Positions do not count padding on the left. A `module`
-    may be a model's `forward`, for one whose weights FSDP has gathered already (`shard`
-    registers the log-probs). Needs `inspect`."""
+    attention_mask: (N, K + L). Positions do not count padding on the left. `module` is
+    a model or its `forward`: where `shard` has made the caller a method of FSDP, which
+    has gathered the weights, calling the model would gather them again.
+    Needs `inspect`."""
     parameters = inspect.signature(getattr(module, "forward", module)).parameters
     # Mamba 2 has a name of its own for its cache.
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
@@ -584,16 +585,16 @@ def token_logprobs(
     Each prompt runs once. Its completions go on from G copies of its key-value cache;
     the copies are ordinary tensors that depend on the weights, so gradients flow
     through them into the prompt. `model` is a causal LM of transformers (of a model
-    that peft has wrapped, `get_base_model()`). With `own_logits` it computes its logits
-    itself, which it must if it caps or scales them: compare a new model's result with
-    that of `plain_logprobs`, as `choose_paths` does.
+    that peft has wrapped, `get_base_model()`). If it caps or scales its logits, give
+    `own_logits`: its own output layer then computes them all. `choose_paths` shows how
+    to compare a new model with `plain_logprobs`.
     Needs `forward`, `logprobs_of_hidden`, `logprobs_of_logits`, `LogNormaliser`,
     `LOGITS_AT_ONCE`, `DynamicCache`, `F` and `inspect`."""
     num_rows, length = completion_ids.shape
     prompt_numbers = torch.arange(len(prompt_ids), device=mask.device)
     prompt_of = prompt_numbers.repeat_interleave(num_rows // len(prompt_ids))
-    # The last token predicts nothing; of the others there must be two, because
-    # recurrent layers decode a single one by writing over their states.
+    # All but the last token are run, and at least two, so C is padded to 3: a single
+    # token makes recurrent layers write over their states, which backward needs.
     num_more = max(0, 3 - length)
     completion_ids = F.pad(completion_ids, (0, num_more))
     mask = F.pad(mask, (0, num_more))
@@ -608,8 +609,7 @@ def token_logprobs(
         output = forward(module, prompt_ids, prompt_mask, cache)
     first = output[0][:, -1:]  # (B, 1, H or V)
     cache.reorder_cache(prompt_of)  # selects rows: B become N
-    # Nothing reads the cache later: keep recurrent layers from writing over the states
-    # of the prompt, which backward needs.
+    # Nothing reads the cache later: leave the prompt's states as they are.
     cache.update_recurrent_state = lambda state, *args, **options: state
     others = forward(module, inputs, attention_mask, cache)[0]
     # A prompt's last output predicts the first token of each of its completions.
@@ -710,7 +710,8 @@ def score_completions(run, rows, batch):
             judgements, by_step = check_values(values, steps)
         means = [sum(x) / len(x) if x else math.nan for x in judgements]
         groups = torch.tensor(means, dtype=reward.dtype).view(-1, num_generations)
-        # What is not judged gets the mean of its group, else of all, else 0.
+        # What is not judged gets the mean of its group, which gives it no advantage;
+        # where that is missing the mean of all, else 0.
         groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
         groups = groups.where(~groups.isnan(), groups.nanmean())
         column = groups.flatten().nan_to_num()
@@ -726,7 +727,7 @@ def score_completions(run, rows, batch):
     return Scores(
         texts=columns["completions"],
         finished=columns["finished"],
-        # As float32, in which 0.1 + 0.2 and 0.3 are equal.
+        # As float32: in float64 0.1 + 0.2 and 0.3 would differ.
         columns=dict(reward=reward.float(), **by_name),
         outcome=outcome.float(),
         step_rewards=step_rewards,
@@ -745,12 +746,10 @@ def check_values(values, steps):
     judgements = []
     for value, expected in zip(values, steps):
         numbers = []
-        if by_step and value:
-            numbers = [float(x) for x in value]
-            if len(numbers) != len(expected):
-                raise ValueError(f"{value!r} for {len(expected)} steps")
-        elif value is not None and not by_step:
-            numbers = [float(value)]
+        if value is not None:
+            numbers = [float(x) for x in (value if by_step else [value])]
+        if by_step and numbers and len(numbers) != len(expected):
+            raise ValueError(f"{value!r} for {len(expected)} steps")
         if not all(map(math.isfinite, numbers)):
             raise ValueError(f"{value!r} is not finite")
         judgements.append(numbers)
@@ -791,20 +790,20 @@ class Part:
 
 def update(run, batch, advantages, learning_rate):
     """num_iterations (mu) AdamW steps on one rollout, whose advantages are (N, C) ->
-    metrics. The loss is divided by the number of all tokens; what is measured of tokens
-    is a mean over those in the parts, which may leave groups out."""
+    metrics. `prepare_parts` may leave groups out: the loss is divided by the number of
+    all tokens, and what is measured of tokens is a mean over those that are kept."""
     config = run.config
     parts = prepare_parts(run, batch, advantages)
-    in_parts = sum(part.batch.mask.sum().item() for part in parts)
+    kept = sum(part.batch.mask.sum().item() for part in parts)
     # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
-    num_tokens = average(dict(all=batch.mask.sum().item(), in_parts=in_parts))
+    num_tokens = average(dict(all=batch.mask.sum().item(), kept=kept))
     metrics = defaultdict(float, num_tokens=num_tokens["all"] * WORLD_SIZE, skipped=0)
     for _ in range(config.num_iterations):
         for part in parts:
             loss, means = part_loss(run, part, len(batch.mask), num_tokens["all"])
             loss.backward()
             metrics["loss"] += loss.item() / config.num_iterations
-            share = part.batch.mask.sum().item() / num_tokens["in_parts"]
+            share = part.batch.mask.sum().item() / num_tokens["kept"]
             for name, mean in means.items():
                 metrics[name] += share * mean.item() / config.num_iterations
         norm = collect_gradient(run)
@@ -845,7 +844,8 @@ def prepare_parts(run, batch, advantages):
                 part.ref_logp = run.logprobs(
                     run.reference, *part.batch, run.config.temperature
                 )
-    # The type in which `backward` adds up: a sum of bfloat16 would lose small ones.
+    # The gradients of several parts add up, in float32, as a sum of bfloat16 would lose
+    # the small ones. The gradient of a single part keeps its own type and saves memory.
     for param in run.optimizer.params:
         param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
     return parts
@@ -876,8 +876,8 @@ def part_loss(run, part, num_sequences, num_tokens):
 
 def cut_micro_batches(row_numbers, prompt_lengths, lengths, max_tokens):
     """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens, padding
-    included: half of the groups each until one is left, then half of its completions.
-    One completion may be longer. prompt_lengths: (B,), lengths of completions: (N,)."""
+    included. Groups are halved until they fit, and a group too large for that as well;
+    one completion may exceed it. prompt_lengths: (B,), lengths of completions: (N,)."""
     num_generations = len(lengths) // len(prompt_lengths)
     # To save padding, sort each group and then the groups, longest completion first.
     order = lengths[row_numbers].argsort(1, descending=True)
@@ -933,8 +933,8 @@ class MasterAdamW:
         self.dtype = dtype
         self.num_steps = 0
         self.params = [param for param in model.parameters() if param.requires_grad]
-        # Each is this rank's part of a weight, in float32, and for now the same memory.
-        # The cast below gives bfloat16 weights memory of their own, and no others.
+        # This rank's part of each weight, as yet in the same memory. `to` below gives a
+        # bfloat16 weight new memory; a float32 weight and its master stay the same.
         self.masters = [local(param.detach()) for param in self.params]
         if dtype == torch.bfloat16:
             for master in self.masters:
@@ -946,8 +946,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def collect(self):
-        """Give the masters the weights' gradients, in place of any that they have, and
-        free those -> the norm of this rank's part."""
+        """Move each gradient from its weight to the master, in place of what was there
+        -> the norm of this rank's part."""
         grads = []
         for param, master in zip(self.params, self.masters):
             if param.grad is not None:
@@ -959,7 +959,7 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, learning_rate, norm, max_grad_norm):
         """Scale the gradient of this norm down to `max_grad_norm` (0: as it is), move
-        the masters against it, round the weights to them, and free it."""
+        the masters against it, round the weights to them, and free the gradient."""
         longest = max_grad_norm or math.inf
         clip_grads_with_norm_(self.masters, longest, torch.tensor(norm))
         self.adamw.param_groups[0]["lr"] = learning_rate
@@ -990,14 +990,15 @@ class MasterAdamW:
 def within_cell(weight):
     """Random float32 numbers that bfloat16 rounds to the weights given: (…) -> (…).
     Near 0.02 bfloat16 numbers are 1.2e-4 apart: a master that begins at such a number
-    needs 60 steps of 1e-6 before it rounds to another. From random places some weights
-    do so at once, in proportion to what the masters move, and nothing is lost on
-    average. Zeros, and float32 weights that have lower bits of their own, stay."""
+    needs 60 steps of 1e-6 before it rounds to another. From a random place it does so
+    with a chance of step / 1.2e-4: on average the weight moves as its master does.
+    Zeros, and float32 weights that have lower bits of their own, stay."""
     on_grid = (weight == weight.bfloat16()) & (weight != 0)
-    # Read as an integer, a float plus 1 is the next float; 2**16 round to the same.
+    # Read as an integer, a float plus 1 is the next float. What is less than 2**15 of
+    # them away rounds back to the weight.
     bits = weight.view(torch.int32)
     offset = torch.randint_like(weight, -(2**15) + 1, 2**15, dtype=torch.int32)
-    return (bits + offset * on_grid).view(torch.float32)
+    return torch.where(on_grid, (bits + offset).view(torch.float32), weight)
 
 
 # ---------------------------------------------------------------------------- training
@@ -1375,7 +1376,7 @@ def prompt_batch(rows, step, size, seed):
     if len(rows) < size:
         raise Error(f"--prompts-per-step {size}: there are only {len(rows)} rows")
     epoch, i = divmod(step - 1, len(rows) // size)
-    generator = torch.Generator().manual_seed(seed + epoch)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(rows), generator=generator)
     return [rows[j] for j in order[i * size : (i + 1) * size][RANK::WORLD_SIZE]]
 
@@ -1418,9 +1419,9 @@ def math_reward(prompts, completions, answer, finished=None, **columns):
     def equal(found, gold):
         if answers_match(found, gold):
             return True
-        expected = parse(f"${gold}$", parsing_timeout=seconds)
-        target = parse(f"${found[:1000]}$", parsing_timeout=seconds)
-        return verify(expected, target, timeout_seconds=seconds)
+        parsed_gold = parse(f"${gold}$", parsing_timeout=seconds)
+        parsed_answer = parse(f"${found[:1000]}$", parsing_timeout=seconds)
+        return verify(parsed_gold, parsed_answer, timeout_seconds=seconds)
 
     return score_answers(completions, answer, finished, equal)
 
@@ -1438,11 +1439,12 @@ def score_answers(completions, answer, finished, equal):
     return scores
 
 
-# A word with a digit is taken whole: 2024-01-07, 10:30, 3x and ±7 hide no number.
+# A word with a digit is taken whole: 2024-01-07, 10:30, 3x and ±7 hide no number. Of
+# "It costs **$5.0** or so." it is $5.0, and of "(3-5km)." it is 5km.
 _WORD_WITH_DIGIT = r"""(?x)
     (?<! [^\s=>])                              # it starts after a space, = or <answer>
-    (?: [*_'"(\[] | \\[(\[] )*+                # not in it: what opens **5**, (5), \(5\)
-    (?: \d+ [-–] (?= \d+ [^\w\s]* (?!\S) ) )?  # not in it: the 3- of a range 3-5
+    (?: [*_'"(\[] | \\[(\[] )*+                # skipped: what opens **5**, (5) or \(5\)
+    (?: \d+ [-–] (?= \d+ [^\w\s]* (?!\S) ) )?  # skipped: 3- of a range 3-5
     ( [^\s=<>]* \d                             # it goes to a digit, and to the last
       (?: [^\s=<>]* [\w%$€£}] )? )             # letter or sign: 5.0km. without the stop
 """
@@ -1521,8 +1523,8 @@ _NUMBER = r"""(?x)
 )
 
 
-# What is form alone becomes a space. It is read after }{ has become /, so that
-# 2\frac{1}{2} is 2 1/2 and not 21/2.
+# `read_answer` turns }{ into / and then these into a space, so that 2\frac{1}{2} is
+# 2 1/2, and not 21/2, before it is compared with `_NUMBER`.
 _DECORATION = r"""(?x)
     \\(?: text | textbf | mathrm | mbox )\b
     | \\[dt]?frac (?= \{ -?\d+/\d+ \} (?! \w ) )  # of \frac{1/2}, once \frac{1}{2}
@@ -1581,7 +1583,7 @@ def code_reward(prompts, completions, tests, unsafe_code=False, **columns):
     """1.0 where the last fenced block of Python passes the data's `tests`, else 0.0;
     None without tests. It runs with limits, under bubblewrap: no network, no other
     processes, none of the user's files. With `unsafe_code` it can do whatever your user
-    can. It can always cheat its tests, with which it shares the process. tests: N
+    can. A program shares the process with its tests, so it can always cheat. tests: N
     texts or lists of lines. Call `check_sandbox` first: where bubblewrap fails all are
     0. Needs `run_tests`, `SANDBOX`, `ThreadPoolExecutor`, `contextlib`, `os`, `re`,
     `secrets`, `signal`, `subprocess`, `sys` and `tempfile`."""
@@ -1606,7 +1608,8 @@ SANDBOX = (
 
 
 def run_tests(code, tests, unsafe_code=False, seconds=5):
-    """Whether `code`, then `tests` end well: `seconds` of CPU, 3 times that in all."""
+    """Whether `code`, then `tests` run to their end, in `seconds` of CPU time and three
+    times that of the clock."""
     text = f"{code}\n{tests}"
     secret = secrets.token_hex()  # a program that ends early does not print it
     program = f"""
@@ -1701,7 +1704,7 @@ def load_model(name, device, seed):
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
-        # Loading in threads would leave memory with each of them.
+        # Loading in threads, each of which would keep memory, off.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -1717,7 +1720,7 @@ def load_model(name, device, seed):
         except ValueError as error:  # transformers knows no such model
             raise Error(f"--model {name}: {one_line(error)}") from error
     model.to(device).eval()  # no dropout: sampling, old, new and reference agree
-    for param in model.parameters():  # a mapped file's memory would be slow: copy
+    for param in model.parameters():  # copied, as memory mapped from a file is slow
         param.data = param.data.clone(memory_format=torch.contiguous_format)
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
     eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
@@ -1749,7 +1752,7 @@ def load_text_model(name):
 
 
 def max_positions(config):
-    """How many tokens a model can take before its log-probs depend on the length."""
+    """The most tokens for which a model has positions, and the same in any batch."""
     config = config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
@@ -1793,7 +1796,8 @@ def choose_paths(model):
     tolerance = 2e-5 if model.device.type == "cpu" else 1e-3  # GPU kernels differ more
     if not close(plain_logprobs(model, *unpadded), expected[0], tolerance):
         raise Error(f"{model_name}: padding or later tokens change log-probs")
-    # A cap hardly changes the small logits of untrained weights: ask for it as well.
+    # A cap hardly changes the small logits of untrained weights: comparing would not
+    # show it. See whether the configuration names one.
     options = vars(model.config.get_text_config()).items()
     changes_logits = [
         name
@@ -1814,7 +1818,7 @@ def choose_paths(model):
 
 
 def close(found, expected, tolerance=2e-3):
-    """Whether tensors differ by no more than this share of their length."""
+    """Whether tensors differ by at most `tolerance` times the norm of `expected`."""
     return (found - expected).norm() <= tolerance * expected.norm()
 
 
@@ -1887,8 +1891,8 @@ def add_adapters(model, rank):
 
 def fit_micro_batch(model, dtype):
     """Tokens of a micro-batch that fit the free memory, at 50 activations for each unit
-    of each layer; 2048 on a CPU. Adam's moments and a weight's gradient take 12 bytes;
-    4 more the gradient from completions, while autograd computes that from prompts."""
+    of each layer; 2048 on a CPU. A weight's gradient and Adam's moments take 12 bytes;
+    4 more a second gradient: one comes from its use on prompts, one on completions."""
     if model.device.type == "cpu":
         return 2048
     text_config = model.config.get_text_config()
@@ -1912,8 +1916,9 @@ def join_ranks():
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        # What torch 2.11 and later prefer on an H100: with a mask its backward is NaN
-        # at some lengths (pytorch issue 196678), and it plans anew for every length.
+        # Attention by cuDNN, which torch 2.11 and later prefer on an H100, has NaN
+        # gradients at some lengths with a mask (pytorch issue 196678), and it plans
+        # anew for every length.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.matmul.allow_tf32 = False  # some containers set it
         torch.backends.cudnn.allow_tf32 = False
@@ -1972,10 +1977,11 @@ def add_empty_parts(parts):
 
 
 def shard(model, logprobs, dtype, is_policy):
-    """With several ranks, give each its part of a model's float32 weights (FSDP2). A
-    rank gathers the policy's, in `dtype`, for a rollout and an update, and those of the
-    reference layer by layer. FSDP gathers them when `forward` is called, or a method
-    that it knows; `logprobs` calls parts of the model, so it becomes such a method."""
+    """With several ranks, give each its part of a model's float32 weights (FSDP2). The
+    policy's weights are gathered, in `dtype`, for a rollout and an update, until
+    `collect_gradient`; a layer of the reference only while it runs. FSDP gathers when
+    `forward` or a registered method is called. `logprobs` calls parts of the model, so
+    it is registered."""
     if WORLD_SIZE == 1:
         return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -1984,7 +1990,7 @@ def shard(model, logprobs, dtype, is_policy):
         fsdp.fully_shard(
             module, mp_policy=precision, reshard_after_forward=not is_policy
         )
-    model.set_reshard_after_backward(False)  # `collect_gradient` does it, once
+    model.set_reshard_after_backward(False)
     model.logprobs = functools.partial(logprobs, model)
     fsdp.register_fsdp_forward_method(model, "logprobs")
 
@@ -2059,14 +2065,15 @@ def save(run):
     stopped_amid_updates = run.optimizer.num_steps != run.num_updates
     if run.step == run.saved_step or stopped_amid_updates:
         return
+    run.optimizer.collect()  # what an update that failed has left
     ids = torch.full((1, 2), run.eos_token_ids[0], device=run.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     run.logprobs(run.policy, ids, mask, ids, mask, 1.0).sum().backward()
     if not math.isfinite(collect_gradient(run)):
-        kept = checkpoints(run.output_dir)[-1:] or ["none"]
+        kept = [x.name for x in checkpoints(run.output_dir)]
         raise Error(
             f"the weights of step {run.step} give no finite gradient and are not saved;"
-            f" the last good checkpoint: {kept[0]}"
+            f" the last good checkpoint: {', '.join(kept) or 'none'}"
         )
     run.optimizer.adamw.zero_grad()
     write_folder(run, f"checkpoint-{run.step}", with_optimizer=True)
@@ -2122,8 +2129,9 @@ def checkpoints(output_dir):
 
 def restore(run):
     """Take the newest checkpoint's weights, optimizer and logs, if there is one."""
-    folder = [None, *checkpoints(run.output_dir)][-1]
-    if folder:
+    folders = checkpoints(run.output_dir)
+    if folders:
+        folder = folders[-1]
         file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
         if not file.exists():
             raise Error(f"no {file}: another number of processes, or no run")
@@ -2133,9 +2141,9 @@ def restore(run):
     if RANK > 0:
         return
     for name in ("metrics.jsonl", "completions.jsonl"):
-        rows = read_log(folder / name) if folder else []
+        rows = read_log(folder / name) if folders else []
         with open(run.output_dir / name, "w") as lines:
-            for row in rows:  # this step is evaluated again
+            for row in rows:  # but not the evaluation that `train` repeats
                 if "eval/reward" not in row or row["step"] < run.step:
                     print(json.dumps(row), file=lines)
 
@@ -2233,8 +2241,9 @@ def parse_args(argv=None):
     options = {}
     if "resume" in typed:
         folder = Path(re.sub(r"/checkpoint-\d+/*$", "", typed["resume"]))
-        for name in typed.keys() - {"resume", *RESUMABLE.split()}:
-            option = name.replace("_", "-")
+        fixed = typed.keys() - {"resume", *RESUMABLE.split()}
+        if fixed:
+            option = min(fixed).replace("_", "-")
             raise Error(f"the run has its own --{option}; may be new: {RESUMABLE}")
         newest = [folder, *checkpoints(folder)][-1]
         options = json.loads((newest / "options.json").read_text())

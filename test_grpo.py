@@ -1192,6 +1192,9 @@ sample | grpo.sample(logp, 0)
 token_logprobs | grpo.token_logprobs(tiny_model(), *ragged_batch())
 plain_logprobs | grpo.plain_logprobs(tiny_model(), *ragged_batch())
 generate | grpo.generate(tiny_model(), *ragged_batch()[:2], 2, 5, [1], 0)
+MasterAdamW | grpo.MasterAdamW(tiny_model(), torch.bfloat16).step(1, 1, 1) or 0
+accuracy_reward | grpo.accuracy_reward([0], ["so 14"], ["14"])
+code_reward | grpo.code_reward([0], ["```\\nx = 1\\n```"], ["assert x"], True)
 """
 
 
