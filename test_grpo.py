@@ -1672,6 +1672,7 @@ def test_a_reward_that_is_not_there_is_named(mine, spec):
 # -------------------------------------------------------------- rewards of the README
 
 README_SCORES = """
+"named" | "The Rhine." | dict(word="Rhine") | 1.0
 "short_and_right" | "so 42" | dict(answer="42", completion_ids=[1, 2]) | 0.998
 "short_and_right" | "so 41" | dict(answer="42", completion_ids=[1, 2]) | 0.0
 "language" | "so x = 因此 5" | dict() | 0.6
@@ -1698,9 +1699,8 @@ NO_REPLIES = r"""<html>busy</html>
 def readme(tmp_path):
     """The module of rewards that the README shows."""
     text = Path(grpo.__file__).with_name("README.md").read_text()
-    (block,) = re.findall(r"```python\n# rewards.py\n(.*?)```", text, re.DOTALL)
     path = tmp_path / "rewards.py"
-    path.write_text(block)
+    path.write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
     return grpo.import_file(path)
 
 
