@@ -347,12 +347,12 @@ def test_accuracy_judges_by_numbers_and_words_but_no_other_latex():
 @cases("piece, count", table(HOSTILE_TEXTS))
 def test_hostile_texts_cost_milliseconds(piece, count):
     text = piece * int(count)
-    start = time.perf_counter()
+    start = time.process_time()
     for completion in (text, "#### " + text, "\\boxed{" + text + "}" * int(count)):
         assert grpo.accuracy_reward([""], [completion], ["7"]) == [0.0]
         assert grpo.format_reward([""], [completion]) == [0.0]
         grpo.answers_match(completion, completion)
-    assert time.perf_counter() - start < 0.5  # a quadratic search would take minutes
+    assert time.process_time() - start < 0.5  # a quadratic search would take minutes
 
 
 @cases("prompt, completion, expected", table(FORMATS))
@@ -2261,7 +2261,8 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
         process.kill()
         process.wait()
         words = "--resume", killed
-    (killed / "partial-checkpoint-9").mkdir(exist_ok=True)
+    (killed / "partial-checkpoint-0").mkdir()
+    (killed / "completions.jsonl").write_text("cut off")
     resume(killed, "--max-steps 32")
     assert end_of(killed) == end_of(tmp_path / "whole")
     assert not list(killed.glob("partial-*"))
@@ -2409,8 +2410,7 @@ def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     with raises(SystemExit) as stop:
         grpo.main()
     error = stop.value.code
-    assert error.startswith("grpo.py: ") and message in error
-    assert "\n" not in error
+    assert re.fullmatch(f"grpo.py: .*{re.escape(message)}.*", error)  # one line
     assert (tmp_path / "options.json").read_text() == "{}"  # as it was
 
 
