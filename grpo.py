@@ -182,7 +182,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
     # The mean of equal rewards can be off by 1e-8; so is their std then, and the
-    # quotient is about 1.
+    # quotient is 0.4 to 0.9.
     equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     return advantages.masked_fill(equal, 0).view(-1)
 
@@ -712,8 +712,9 @@ def score_completions(run, rows, batch):
         groups = torch.tensor(means, dtype=reward.dtype).view(-1, num_generations)
         # What is not judged gets the mean of its group, which gives it no advantage;
         # where that is missing the mean of all, else 0.
+        mean_of_all = groups.nanmean()
         groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
-        groups = groups.where(~groups.isnan(), groups.nanmean())
+        groups = groups.where(~groups.isnan(), mean_of_all)
         column = groups.flatten().nan_to_num()
         by_name[f"rewards/{name}"] = column
         reward += weight * column
@@ -740,7 +741,7 @@ def check_values(values, steps):
     whether they are of its steps). The function gives a completion a number; or None,
     not judged, which becomes an empty list; or a list, a number for each step."""
     if not isinstance(values, (list, torch.Tensor)) or len(values) != len(steps):
-        got = str(values)[:80]
+        got = f"{type(values).__name__} {str(values)[:80]}"
         raise ValueError(f"it must return a list of {len(steps)} values, not {got}")
     by_step = any(isinstance(value, list) for value in values)
     judgements = []
@@ -750,7 +751,7 @@ def check_values(values, steps):
             numbers = [float(x) for x in (value if by_step else [value])]
         if by_step and numbers and len(numbers) != len(expected):
             raise ValueError(f"{value!r} for {len(expected)} steps")
-        if not all(map(math.isfinite, numbers)):
+        if not math.isfinite(sum(numbers)):
             raise ValueError(f"{value!r} is not finite")
         judgements.append(numbers)
     return judgements, by_step
@@ -790,8 +791,8 @@ class Part:
 
 def update(run, batch, advantages, learning_rate):
     """num_iterations (mu) AdamW steps on one rollout, whose advantages are (N, C) ->
-    metrics. `prepare_parts` may leave groups out: the loss is divided by the number of
-    all tokens, and what is measured of tokens is a mean over those that are kept."""
+    metrics. `prepare_parts` may leave groups out: the loss is still a mean over all
+    completions or tokens; what is measured is a mean over the tokens that are kept."""
     config = run.config
     parts = prepare_parts(run, batch, advantages)
     kept = sum(part.batch.mask.sum().item() for part in parts)
@@ -1290,7 +1291,7 @@ def check_row(row, reward_names):
     """The row with "prompt" and "answer". Raises an exception if it is not one."""
     prompt = row.get("prompt") or row.get("question") or row.get("problem")
     if not prompt:
-        raise ValueError(f"no prompt, question or problem in the columns {list(row)}")
+        raise ValueError(f"nothing in prompt, question or problem of {list(row)}")
     for message in as_messages(prompt):
         (message["role"] + message["content"]).encode()  # no lone surrogates
     answer = row.get("answer")
@@ -1440,7 +1441,7 @@ def score_answers(completions, answer, finished, equal):
 
 
 # A word with a digit is taken whole: 2024-01-07, 10:30, 3x and ±7 hide no number. Of
-# "It costs **$5.0** or so." it is $5.0, and of "(3-5km)." it is 5km.
+# "It costs **$5.0** or so." it is $5.0, and of "(3-5)." it is 5.
 _WORD_WITH_DIGIT = r"""(?x)
     (?<! [^\s=>])                              # it starts after a space, = or <answer>
     (?: [*_'"(\[] | \\[(\[] )*+                # skipped: what opens **5**, (5) or \(5\)
@@ -1689,7 +1690,8 @@ def import_file(path):
 
 
 def check_sandbox():
-    """Raise `Error`, with bubblewrap's own words, where it does not work."""
+    """Raise `Error`, with bubblewrap's own words, where it does not work.
+    Needs `Error`, `run_tests`, `SANDBOX`, `one_line` and `subprocess`."""
     command = f"{SANDBOX} --ro-bind / / true"
     result = subprocess.run(command, shell=True, capture_output=True, text=True)
     if result.returncode or not run_tests("", ""):
@@ -1805,15 +1807,18 @@ def choose_paths(model):
         if re.search("logit|lm_head", name) and value not in (None, False, 1)
     ]
     logprobs = token_logprobs
-    if changes_logits or obstacle(shares, logprobs):
+    no_sharing = changes_logits or obstacle(shares, logprobs)
+    if no_sharing:
         logprobs = functools.partial(token_logprobs, own_logits=True)
-    no_sharing = obstacle(shares, logprobs)
+        no_sharing = obstacle(shares, logprobs)
     if no_sharing:
         logprobs = plain_logprobs
         print0(f"note: slower, as {model_name} shares no prompts: {no_sharing}")
     no_cache = obstacle(caches)
     if no_cache:
-        print0(f"note: samples slowly, as {model_name} has no such cache: {no_cache}")
+        print0(
+            f"note: samples slowly, as {model_name}'s cache is of no use: {no_cache}"
+        )
     return logprobs, not no_sharing, not no_cache
 
 
@@ -1977,7 +1982,7 @@ def add_empty_parts(parts):
 
 
 def shard(model, logprobs, dtype, is_policy):
-    """With several ranks, give each its part of a model's float32 weights (FSDP2). The
+    """With several ranks, give each its part of a model's weights (FSDP2). The
     policy's weights are gathered, in `dtype`, for a rollout and an update, until
     `collect_gradient`; a layer of the reference only while it runs. FSDP gathers when
     `forward` or a registered method is called. `logprobs` calls parts of the model, so
@@ -2012,6 +2017,9 @@ def gather_weights(model, dtype):
 
 
 # ------------------------------------------------------------------------- checkpoints
+LOGS = "metrics.jsonl", "completions.jsonl"
+
+
 @contextlib.contextmanager
 def open_output_dir(config):
     """The run's folder, with its options in a new one, and for one process alone."""
@@ -2026,7 +2034,7 @@ def open_output_dir(config):
                 raise Error(f"another process works in {output_dir}") from None
             remove_partial(output_dir)
             if not config.resume:
-                if (output_dir / "metrics.jsonl").exists():  # made once it has begun
+                if any((output_dir / x).exists() for x in LOGS):  # made by `restore`
                     raise Error(f"{output_dir} has a run: --resume it, or take another")
                 shutil.rmtree(output_dir / "sft", ignore_errors=True)
                 write_options(config, output_dir)
@@ -2060,8 +2068,9 @@ def save_at_the_end(run):
 
 
 def save(run):
-    """Make the last finished step a checkpoint, in place of the one before. Broken
-    weights never replace good ones: they must give a finite gradient on two tokens."""
+    """Make the last finished step a checkpoint, in place of the one before, unless an
+    update has moved the weights since. Broken weights never replace good ones: they
+    must give a finite gradient on two tokens."""
     stopped_amid_updates = run.optimizer.num_steps != run.num_updates
     if run.step == run.saved_step or stopped_amid_updates:
         return
@@ -2109,8 +2118,9 @@ def write_folder(run, name, with_optimizer=False):
                 model.config.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
             write_options(run.config, folder)
-            for file in run.output_dir.glob("*.jsonl"):
-                shutil.copy(file, folder)
+            if with_optimizer:
+                for log_name in LOGS:
+                    shutil.copy(run.output_dir / log_name, folder)
     with failing_together(f"{folder} cannot be finished"):
         if RANK == 0:
             for file in folder.rglob("*.*"):  # on the disk before it has its name
@@ -2140,7 +2150,7 @@ def restore(run):
         print0(f"going on from {folder}")
     if RANK > 0:
         return
-    for name in ("metrics.jsonl", "completions.jsonl"):
+    for name in LOGS:
         rows = read_log(folder / name) if folders else []
         with open(run.output_dir / name, "w") as lines:
             for row in rows:  # but not the evaluation that `train` repeats
