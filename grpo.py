@@ -2034,7 +2034,9 @@ def open_output_dir(config):
                 raise Error(f"another process works in {output_dir}") from None
             remove_partial(output_dir)
             if not config.resume:
-                if any((output_dir / x).exists() for x in LOGS):  # made by `restore`
+                metrics, completions = (output_dir / name for name in LOGS)
+                begun = metrics.exists() and '"loss"' in metrics.read_text()
+                if begun or (completions.exists() and completions.stat().st_size):
                     raise Error(f"{output_dir} has a run: --resume it, or take another")
                 shutil.rmtree(output_dir / "sft", ignore_errors=True)
                 write_options(config, output_dir)
