@@ -144,8 +144,8 @@ class Config:
         for name, value in vars(self).items():
             least = limits.get(name, 0)
             if isinstance(value, (int, float)) and not least <= value < math.inf:
-                name = name.replace("_", "-")
-                raise Error(f"--{name} must be finite and at least {least}")
+                option = name.replace("_", "-")
+                raise Error(f"--{option} must be finite and at least {least}")
         if "{question}" not in (self.prompt_template or "{question}"):
             raise Error("--prompt-template must contain {question}")
 
@@ -2017,7 +2017,7 @@ def gather_weights(model, dtype):
 
 
 # ------------------------------------------------------------------------- checkpoints
-LOGS = "metrics.jsonl", "completions.jsonl"
+LOGS = "metrics.jsonl", "completions.jsonl"  # of a run; each checkpoint has copies
 
 
 @contextlib.contextmanager
@@ -2034,7 +2034,7 @@ def open_output_dir(config):
                 raise Error(f"another process works in {output_dir}") from None
             remove_partial(output_dir)
             if not config.resume:
-                metrics, completions = (output_dir / name for name in LOGS)
+                metrics, completions = (output_dir / log_name for log_name in LOGS)
                 begun = metrics.exists() and '"loss"' in metrics.read_text()
                 if begun or (completions.exists() and completions.stat().st_size):
                     raise Error(f"{output_dir} has a run: --resume it, or take another")
@@ -2152,9 +2152,9 @@ def restore(run):
         print0(f"going on from {folder}")
     if RANK > 0:
         return
-    for name in LOGS:
-        rows = read_log(folder / name) if folders else []
-        with open(run.output_dir / name, "w") as lines:
+    for log_name in LOGS:
+        rows = read_log(folder / log_name) if folders else []
+        with open(run.output_dir / log_name, "w") as lines:
             for row in rows:  # but not the evaluation that `train` repeats
                 if "eval/reward" not in row or row["step"] < run.step:
                     print(json.dumps(row), file=lines)
