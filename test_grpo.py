@@ -1869,12 +1869,18 @@ def test_without_bubblewrap_the_code_reward_is_refused(monkeypatch):
 QUICK = "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 "
 QUICK += "--eval-every 3 --warmup-steps 2"
 VARIED = """
+import gc
 import os
+import torch
 calls = []
 
 def varied(prompts, completions, **columns):  # a model without skill gets some
     calls.append(prompts)
     if len(calls) == int(os.environ.get("FAIL_AT", 0)):
+        alone = "RANK" not in os.environ
+        for x in gc.get_objects() if alone else []:  # as an update that fails leaves it
+            if type(x) is torch.nn.Parameter and x.requires_grad:
+                x.grad = torch.full_like(x, torch.nan, dtype=x.grad_dtype)
         raise ValueError("out of coffee")
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 """
