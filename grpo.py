@@ -43,7 +43,7 @@ import dataclasses
 import fcntl
 import functools
 import gc
-import importlib.util
+import importlib
 import inspect
 import json
 import math
@@ -377,7 +377,6 @@ class Run:
     micro_batch_tokens: int
     tracker: Any = None  # wandb or trackio
     step: int = 0  # the last one that is finished
-    num_updates: int = 0  # the optimizer's `num_steps` when that step was finished
     saved_step: int = 0  # the last one with a checkpoint
     num_skipped: int = 0  # steps in a row whose gradients were not finite
     signal: str = ""  # the one that asked this process to end
@@ -807,13 +806,10 @@ def update(run, batch, advantages, learning_rate):
             share = part.batch.mask.sum().item() / num_tokens["kept"]
             for name, mean in means.items():
                 metrics[name] += share * mean.item() / config.num_iterations
-        norm = collect_gradient(run)
-        if math.isfinite(norm):
-            run.optimizer.step(learning_rate, norm, config.max_grad_norm)
-        else:
-            metrics["skipped"] += 1
-            run.optimizer.adamw.zero_grad()
+        reshard(run.policy)
+        norm = run.optimizer.step(learning_rate, config.max_grad_norm)
         metrics["grad_norm"] = norm
+        metrics["skipped"] += not math.isfinite(norm)
     return metrics
 
 
@@ -912,27 +908,19 @@ def take_rows(batch, row_numbers):
     )
 
 
-def collect_gradient(run):
-    """Hand the gradient to the optimizer -> its norm, over all ranks."""
-    for module in run.policy.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()  # the step moves the shards, not the whole weights
-    return math.hypot(*all_gather(run.optimizer.collect()))
-
-
 class MasterAdamW:
     """torch's AdamW (arXiv:1711.05101; weight decay 0) on float32 masters.
     Adding less than 1/512 of a bfloat16 weight changes nothing: so its float32 master
     moves, and the weight is the master, rounded. A float32 weight (FSDP's shards are)
     is its own master. Takes a float32 model and casts it to `dtype`. After the last
-    backward of a batch: `norm = optimizer.collect()`, then, if that is finite,
-    `optimizer.step(learning_rate, norm, max_grad_norm)`. For micro-batches see
-    `grad_dtype` in `prepare_parts`. Needs `local`, `within_cell`, `DTensor`, `math`,
-    `get_total_norm` and `clip_grads_with_norm_`."""
+    backward of a batch: `norm = optimizer.step(learning_rate, max_grad_norm)`. For
+    micro-batches see `grad_dtype` in `prepare_parts`. Needs `local`, `within_cell`,
+    `all_gather`, `WORLD_SIZE`, `DTensor`, `math`, `get_total_norm` and
+    `clip_grads_with_norm_`."""
 
     def __init__(self, model, dtype):
         self.dtype = dtype
-        self.num_steps = 0
+        self.moved = False  # the weights, since the last finished step of training
         self.params = [param for param in model.parameters() if param.requires_grad]
         # This rank's part of each weight, as yet in the same memory. `to` below gives a
         # bfloat16 weight new memory; a float32 weight and its master stay the same.
@@ -946,28 +934,32 @@ class MasterAdamW:
         self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
 
     @torch.no_grad()
-    def collect(self):
+    def gradient_norm(self):
         """Move each gradient from its weight to the master, in place of what was there
-        -> the norm of this rank's part."""
+        -> the norm of the whole gradient, of all ranks."""
         grads = []
         for param, master in zip(self.params, self.masters):
             if param.grad is not None:
                 master.grad = local(param.grad).float()
                 grads.append(master.grad)
                 param.grad = None
-        return get_total_norm(grads).item()
+        return math.hypot(*all_gather(get_total_norm(grads).item()))
 
     @torch.no_grad()
-    def step(self, learning_rate, norm, max_grad_norm):
-        """Scale the gradient of this norm down to `max_grad_norm` (0: as it is), move
-        the masters against it, round the weights to them, and free the gradient."""
-        longest = max_grad_norm or math.inf
-        clip_grads_with_norm_(self.masters, longest, torch.tensor(norm))
-        self.adamw.param_groups[0]["lr"] = learning_rate
-        self.num_steps += 1  # first, so that `save` never takes half a step
-        self.adamw.step()
+    def step(self, learning_rate, max_grad_norm):
+        """Scale the gradient down to the norm `max_grad_norm` (0: as it is), move the
+        masters against it and round the weights to them -> the norm before. Where that
+        is not finite nothing moves. The gradient is freed."""
+        norm = self.gradient_norm()
+        if math.isfinite(norm):
+            longest = max_grad_norm or math.inf
+            clip_grads_with_norm_(self.masters, longest, torch.tensor(norm))
+            self.adamw.param_groups[0]["lr"] = learning_rate
+            self.moved = True  # first, so that `save` never takes half a step
+            self.adamw.step()
+            self.round()
         self.adamw.zero_grad()
-        self.round()
+        return norm
 
     def state(self):
         """What resuming needs of this rank's part."""
@@ -983,9 +975,7 @@ class MasterAdamW:
     def round(self):
         """Give each weight the value of its master."""
         for param, master in zip(self.params, self.masters):
-            # A float32 weight is its own master, unless `model.to` has copied it since.
-            if local(param.detach()).data_ptr() != master.data_ptr():
-                param.data.copy_(master)
+            local(param.detach()).copy_(master)  # of a float32 weight: onto itself
 
 
 def within_cell(weight):
@@ -1032,7 +1022,7 @@ def train(config):
 def finish_step(run, record):
     """Log a step, save it if that is due, and see whether the run should go on."""
     run.step = record["step"]
-    run.num_updates = run.optimizer.num_steps
+    run.optimizer.moved = False
     run.num_skipped = run.num_skipped + 1 if record["skipped"] else 0
     log(run, record)
     if run.num_skipped == 5:
@@ -1677,16 +1667,10 @@ def load_rewards(specs, unsafe_code=False):
     return rewards
 
 
-@functools.cache
 def import_file(path):
     """The module in a file, run once. It may import its neighbours."""
-    name = Path(path).stem
-    sys.path.insert(0, str(Path(path).parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle looks for it
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(Path(path).absolute().parent))
+    return importlib.import_module(Path(path).stem)
 
 
 def check_sandbox():
@@ -1984,9 +1968,9 @@ def add_empty_parts(parts):
 def shard(model, logprobs, dtype, is_policy):
     """With several ranks, give each its part of a model's weights (FSDP2). The
     policy's weights are gathered, in `dtype`, for a rollout and an update, until
-    `collect_gradient`; a layer of the reference only while it runs. FSDP gathers when
-    `forward` or a registered method is called. `logprobs` calls parts of the model, so
-    it is registered."""
+    `reshard`; a layer of the reference only while it runs. FSDP gathers when `forward`
+    or a registered method is called. `logprobs` calls parts of the model, so it is
+    registered."""
     if WORLD_SIZE == 1:
         return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -1998,6 +1982,13 @@ def shard(model, logprobs, dtype, is_policy):
     model.set_reshard_after_backward(False)
     model.logprobs = functools.partial(logprobs, model)
     fsdp.register_fsdp_forward_method(model, "logprobs")
+
+
+def reshard(model):
+    """Forget the gathered weights: the optimizer is to move the shards."""
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def sharded_logprobs(model, *arguments):
@@ -2034,9 +2025,7 @@ def open_output_dir(config):
                 raise Error(f"another process works in {output_dir}") from None
             remove_partial(output_dir)
             if not config.resume:
-                metrics, completions = (output_dir / log_name for log_name in LOGS)
-                begun = metrics.exists() and '"loss"' in metrics.read_text()
-                if begun or (completions.exists() and completions.stat().st_size):
+                if checkpoints(output_dir):
                     raise Error(f"{output_dir} has a run: --resume it, or take another")
                 shutil.rmtree(output_dir / "sft", ignore_errors=True)
                 write_options(config, output_dir)
@@ -2073,14 +2062,13 @@ def save(run):
     """Make the last finished step a checkpoint, in place of the one before, unless an
     update has moved the weights since. Broken weights never replace good ones: they
     must give a finite gradient on two tokens."""
-    stopped_amid_updates = run.optimizer.num_steps != run.num_updates
-    if run.step == run.saved_step or stopped_amid_updates:
+    if run.step == run.saved_step or run.optimizer.moved:
         return
-    run.optimizer.collect()  # what an update that failed has left
+    run.optimizer.gradient_norm()  # takes what an update that failed has left
     ids = torch.full((1, 2), run.eos_token_ids[0], device=run.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     run.logprobs(run.policy, ids, mask, ids, mask, 1.0).sum().backward()
-    if not math.isfinite(collect_gradient(run)):
+    if not math.isfinite(run.optimizer.gradient_norm()):
         kept = [x.name for x in checkpoints(run.output_dir)]
         raise Error(
             f"the weights of step {run.step} give no finite gradient and are not saved;"

@@ -5,6 +5,7 @@ float64, then whole runs. `python -m pytest` runs on a CPU, offline."""
 import copy
 import dataclasses
 import functools
+import importlib
 import inspect
 import io
 import json
@@ -949,9 +950,8 @@ def test_steps_and_clipping_are_those_of_torch(scale, max_grad_norm):
         norm = clip_grad_norm_(other.parameters(), max_grad_norm or math.inf).item()
         theirs.param_groups[0]["lr"] = 1e-2 / step
         theirs.step()
-        found = ours.collect()
+        found = ours.step(1e-2 / step, max_grad_norm)
         assert found == approx(norm, rel=1e-5)
-        ours.step(1e-2 / step, found, max_grad_norm)
         assert_close(model.state_dict(), other.state_dict(), atol=1e-6, rtol=1e-4)
 
 
@@ -959,8 +959,8 @@ def test_a_step_that_is_cut_off_counts_as_one():
     optimizer = grpo.MasterAdamW(tiny_model(), torch.float32)
     optimizer.adamw.step = mock.Mock(side_effect=OSError)
     with raises(OSError):
-        optimizer.step(1e-3, 1.0, 1.0)
-    assert optimizer.num_steps  # so that `save` does not take it
+        optimizer.step(1e-3, 1.0)
+    assert optimizer.moved  # so that `save` does not take it
 
 
 def bfloat16_copy(model):
@@ -1005,7 +1005,7 @@ def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
             twin.grad = param.grad.float()
         clip_grad_norm_(single, 1.0)
         theirs.step()
-        ours.step(1e-6, ours.collect(), 1.0)
+        ours.step(1e-6, 1.0)
     for param, master, twin in zip(half.parameters(), ours.masters, single):
         assert_close(master, twin.detach(), atol=1e-9, rtol=1e-7)
         assert torch.equal(param, master.bfloat16())
@@ -1155,7 +1155,7 @@ def test_parts_without_tokens_that_wait_for_other_ranks_add_nothing(monkeypatch)
 def test_gradients_of_several_micro_batches_are_summed_in_float32(budget, dtype):
     model = tiny_model()
     run = make_run(model, dtype="bfloat16", micro_batch_tokens=budget)
-    run.optimizer.collect = lambda: math.nan  # leaves the gradients where they are
+    run.optimizer.step = mock.Mock(return_value=1.0)  # leaves the gradients there
     grpo.update(run, grpo.Batch(*ragged_batch()), torch.ones(6, 6), 1e-3)
     assert {param.grad.dtype for param in model.parameters()} == {dtype}
 
@@ -1192,7 +1192,7 @@ sample | grpo.sample(logp, 0)
 token_logprobs | grpo.token_logprobs(tiny_model(), *ragged_batch())
 plain_logprobs | grpo.plain_logprobs(tiny_model(), *ragged_batch())
 generate | grpo.generate(tiny_model(), *ragged_batch()[:2], 2, 5, [1], 0)
-MasterAdamW | grpo.MasterAdamW(tiny_model(), torch.bfloat16).step(1, 1, 1) or 0
+MasterAdamW | grpo.MasterAdamW(tiny_model(), torch.bfloat16).step(1, 1) or 0
 accuracy_reward | grpo.accuracy_reward([0], ["so 14"], ["14"])
 code_reward | grpo.code_reward([0], ["```\\nx = 1\\n```"], ["assert x"], True)
 """
@@ -1907,10 +1907,17 @@ def varied(tmp_path):
     return write_varied(tmp_path)
 
 
+def forget():
+    """The imported files of rewards, of which others may have the same name."""
+    for name in ("neighbour", "rewards", "varied"):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+
+
 def train(folder, *options):
-    """A run in this process -> its training steps."""
+    """A run in this process, as in one of its own -> its training steps."""
     words = " ".join(map(str, options)).split()
-    grpo.import_file.cache_clear()  # as in a process of its own
+    forget()
     grpo.train(grpo.parse_args([*words, "--output-dir", str(folder)]))
     return [row for row in metrics_of(folder) if "loss" in row]
 
@@ -1931,8 +1938,7 @@ def forget_modules():
     path = list(sys.path)
     yield
     sys.path[:] = path
-    sys.modules.pop("neighbour", None)
-    grpo.import_file.cache_clear()
+    forget()
 
 
 def start(*options, **how):
@@ -2282,9 +2288,9 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
 def test_weights_between_two_updates_of_a_rollout_are_not_saved(
     tmp_path, varied, monkeypatch, num_updates, saved
 ):
-    outcomes = [*[mock.DEFAULT] * num_updates, OSError("out of tea"), mock.DEFAULT]
-    collect = mock.Mock(wraps=grpo.collect_gradient, side_effect=outcomes)
-    monkeypatch.setattr(grpo, "collect_gradient", collect)
+    errors = [*[1.0] * num_updates, OSError("out of tea"), 1.0, 1.0]
+    norm = mock.Mock(side_effect=errors, return_value=0.0)
+    monkeypatch.setattr(grpo.MasterAdamW, "gradient_norm", norm)
     with raises(OSError, match="out of tea"):
         train(tmp_path, SIX_STEPS, varied, "--sft-steps 0 --num-iterations 2")
     assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == saved
@@ -2369,13 +2375,13 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
 
 def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch):
     norms = [1.0, math.nan, 1.0, math.nan, math.inf, math.nan, math.nan, math.nan]
-    collect = grpo.collect_gradient
+    norm = grpo.MasterAdamW.gradient_norm
     monkeypatch.setattr(
-        grpo, "collect_gradient", lambda run: norms.pop(0) * collect(run)
+        grpo.MasterAdamW, "gradient_norm", lambda self: norms.pop(0) * norm(self)
     )
     with raises(Error, match="five steps in a row"):
         options = "--max-steps 20 --sft-steps 0 --eval-every 0"
-        norms.append(1.0)  # when it is saved
+        norms += [1.0, 1.0]  # when it is saved
         train(tmp_path, QUICK, varied, options)
     rows = metrics_of(tmp_path)
     assert [row["skipped"] for row in rows] == [0, 1, 0, 1, 1, 1, 1, 1]
@@ -2461,13 +2467,17 @@ def gradients(share_prompts, options):
     completions = grpo.pad(completions, "right", run.device)
     batch = grpo.Batch(*prompts, *completions)
     advantages = torch.tensor(advantages)[:, None].expand(batch.mask.shape)
-    run.optimizer.collect = lambda: 3.0 + grpo.RANK  # leaves gradients where they are
-    run.optimizer.step = mock.Mock()
+    norm = run.optimizer.gradient_norm
+    grads = []
+
+    def noting():
+        for param in run.optimizer.params:
+            grads.append(getattr(param.grad, "full_tensor", param.grad.clone)())
+        return norm()
+
+    run.optimizer.gradient_norm = noting
     metrics = grpo.update(run, batch, advantages, 1e-3)
-    assert metrics["grad_norm"] == math.hypot(*range(3, 3 + grpo.WORLD_SIZE))
-    grads = [param.grad for param in run.optimizer.params]
-    if grpo.WORLD_SIZE > 1:
-        grads = [grad.full_tensor() for grad in grads]
+    assert metrics["grad_norm"] == approx(get_total_norm(grads).item(), rel=1e-5)
     means = grpo.average(dict(entropy=metrics["entropy"], kl=metrics["kl"]))
     return [torch.tensor([*means.values()]), *grads]
 
