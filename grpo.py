@@ -366,7 +366,6 @@ class Run:
     rewards: dict  # name: (reward function, weight)
     tokenizer: Any
     eos_token_ids: list
-    max_positions: float  # tokens of prompt and completion that the model can take
     policy: Any  # the model that samples and learns
     reference: Any  # the model that it is held to; None: no KL
     adapters: Any  # peft's wrapper of the policy; None: no LoRA
@@ -1107,10 +1106,7 @@ def sft(config, device, output_dir, rows):
     for i in progress:
         chosen = prompt_batch(examples, i + 1, config.prompts_per_step, config.seed)
         prompts, solutions = zip(*chosen)
-        batch = Batch(
-            *pad(prompts, "left", device),
-            *pad(solutions, "right", device),
-        )
+        batch = make_batch(prompts, solutions, device)
         advantages = torch.ones(batch.mask.shape)
         metrics = update(run, batch, advantages, config.sft_learning_rate)
         progress.set_postfix(loss=metrics["entropy"])  # mean of -logp: cross-entropy
@@ -1181,7 +1177,7 @@ def log(run, record):
 
 def read_log(file):
     """The rows of a metrics.jsonl or completions.jsonl."""
-    return [json.loads(line) for line in file.open()] if file.exists() else []
+    return [json.loads(line) for line in file.open()]
 
 
 def conclude(run):
@@ -1249,8 +1245,8 @@ def read_rows(source, reward_names):
     is no such row, or lacks an answer that a reward needs, is left out and counted."""
     if source.endswith((".jsonl", ".json")) or Path(source).is_file():
         content = Path(source).read_bytes()
-        if content.lstrip().startswith((b"[{", b"[\n")):
-            raise Error(f"{source}: an array; it must have one object a line")
+        if content.lstrip().startswith(b"["):
+            raise Error(f"{source}:1: an array; it must have one object a line")
         lines = content.split(b"\n")
     else:
         import datasets
@@ -1268,8 +1264,7 @@ def read_rows(source, reward_names):
         except Error as error:
             raise Error(f"{source}:{number}: {error}") from None
         except Exception as error:  # whatever a line can hold
-            fault = f"{type(error).__name__}: {error}"
-            faults.append(f"{source}:{number}: not a row of data: {fault}")
+            faults.append(f"{source}:{number}: {type(error).__name__}: {error}")
     if not rows:
         raise Error(faults[0] if faults else f"{source}: no rows of data")
     if faults:
@@ -1308,9 +1303,6 @@ def chat_template_fits(tokenizer, eos_token_ids):
     return ending.startswith(tuple(tokenizer.convert_ids_to_tokens(eos_token_ids)))
 
 
-BOXED = "{question}\nReason step by step, and put your final answer within \\boxed{}.\n"
-
-
 def encode_prompts(rows, run):
     """Rows with "prompts" (rendered), "prompt_ids" and "messages", if not too long."""
     config = run.config
@@ -1322,20 +1314,12 @@ def encode_prompts(rows, run):
     except Exception as error:  # whatever a template raises
         raise Error(f"{one_line(error)}: see --chat-template") from error
     blank = dict.fromkeys(name for row in encoded for name in row)  # of every column
-    kept = []
-    longest = 0
-    for row in encoded:
-        length = len(row["prompt_ids"])
-        if 0 < length <= config.max_prompt_length:
-            longest = max(longest, length)
-            kept.append({**blank, **row})
-    if longest + config.max_completion_length > run.max_positions:
-        raise Error(
-            f"the longest prompt has {longest} tokens: with --max-completion-length"
-            f" {config.max_completion_length} that is more than the model's"
-            f" {run.max_positions} positions"
-        )
-    print0(f"{len(kept)} of {len(rows)} prompts are neither empty nor too long")
+    room = max_positions(run.policy.config) - config.max_completion_length
+    if room < 1:
+        raise Error("--max-completion-length leaves no positions for a prompt")
+    longest = min(room, config.max_prompt_length)
+    kept = [{**blank, **x} for x in encoded if 0 < len(x["prompt_ids"]) <= longest]
+    print0(f"{len(kept)} of {len(rows)} prompts have 1 to {longest} tokens")
     return kept
 
 
@@ -1382,6 +1366,11 @@ def pad(sequences, side, device):
     return ids.masked_fill(~mask, sequences[0][0]), mask
 
 
+def make_batch(prompts, completions, device):
+    """The `Batch` of lists of token ids."""
+    return Batch(*pad(prompts, "left", device), *pad(completions, "right", device))
+
+
 # ----------------------------------------------------------------------------- rewards
 def accuracy_reward(prompts, completions, answer, finished=None, **columns):
     """1.0 where the extracted answer is the data's; else 0. answer: N of them, for each
@@ -1389,7 +1378,7 @@ def accuracy_reward(prompts, completions, answer, finished=None, **columns):
     is False counts only by a closed box or a ####. The prompts are not read.
     Raises ValueError for an empty answer. Needs `score_answers`, `extract_answer`,
     `gold_answers`, `answers_match`, `read_answer`, `_WORD_WITH_DIGIT`, `_NUMBER`,
-    `_DECORATION`, `re` and `Fraction`.
+    `_NUMBER_WORD`, `_DECORATION`, `re` and `Fraction`.
     >>> accuracy_reward([""] * 3, ["2 + 12 = 14", "so 16", "10"], ["#### 14"] * 3)
     [1.0, 0.0, 0.0]
     """
@@ -1499,19 +1488,17 @@ _NUMBER = r"""(?x)
             | / 0{0,9}[1-9]\d{0,99} )?            # 1/2
       | \.\d{1,99} ) )                            # .5
     \ ?
-    ( %                                           # 50%
-    | (?<= \ ) (?! (?: NUMBER_WORD ) s? $ )       # 5 and a unit, but not 7 tenths
-      [a-z]{2,}
-    | )
-""".replace(
-    "NUMBER_WORD",
-    r""" half | halve | quarter | third | fourth | fifth | sixth | seventh | eighth
-    | ninth | tenth | eleventh | twelfth | \w+teenth | \w+tieth | \w*hundredth
-    | \w*thousandth | \w*illionth | one | two | three | four | five | six | seven
-    | eight | nine | ten | eleven | twelve | \w+teen | twenty | thirty | forty | fifty
-    | sixty | seventy | eighty | ninety | hundred | thousand | \w*illion | lakh | crore
-    | bn | mn | mil | dozen | pair | couple | score | gross | squared | cubed | pi """,
-)
+    ( % | (?<= \ ) [a-z]{2,} | )                  # 50%, 5 and a unit
+"""
+# What stands behind a number and is no unit: 7 tenths, 3 million.
+_NUMBER_WORD = r"""(?x) (?:
+    half | halve | quarter | third | fourth | fifth | sixth | seventh | eighth | ninth
+    | tenth | eleventh | twelfth | \w+teenth | \w+tieth | \w*hundredth | \w*thousandth
+    | \w*illionth | one | two | three | four | five | six | seven | eight | nine | ten
+    | eleven | twelve | \w+teen | twenty | thirty | forty | fifty | sixty | seventy
+    | eighty | ninety | hundred | thousand | \w*illion | lakh | crore | bn | mn | mil
+    | dozen | pair | couple | score | gross | squared | cubed | pi ) s?
+"""
 
 
 # `read_answer` turns }{ into / and then these into a space, so that 2\frac{1}{2} is
@@ -1534,7 +1521,7 @@ def read_answer(text):
     words = re.sub(_DECORATION, " ", words)
     words = " ".join(words.casefold().split()).rstrip(" .,;:")
     match = re.fullmatch(_NUMBER, words)
-    if not match:
+    if not match or re.fullmatch(_NUMBER_WORD, match[2]):
         return {words}, ""
     number = Fraction(re.sub("[, ]", "", match[1]))
     unit = match[2]
@@ -1612,7 +1599,7 @@ exec({text!r})
 print("{secret}")
 """
     command = [sys.executable, "-I", "-"]
-    if not unsafe_code:
+    if unsafe_code is not True:  # a column of the data, a list, opens no sandbox
         for path in ("/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.prefix):
             command = ["--ro-bind-try", path, path, *command]
         command = [*SANDBOX.split(), *command]
@@ -1638,16 +1625,14 @@ print("{secret}")
 REWARDS = dict(
     accuracy=accuracy_reward, math=math_reward, format=format_reward, code=code_reward
 )
-NEED_ANSWERS = {"accuracy", "math"}
+NEED_ANSWERS = {"accuracy", "math"}  # of the data; their prompts ask for a box:
+BOXED = "{question}\nReason step by step, and put your final answer within \\boxed{}.\n"
 
 
 def load_rewards(specs, unsafe_code=False):
     """{name: (function, weight)} of `NAME[=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
+    code = functools.partial(code_reward, unsafe_code=unsafe_code)
     rewards = {}
-
-    def code(**columns):  # the data cannot open the sandbox
-        return code_reward(**{**columns, "unsafe_code": unsafe_code})
-
     for spec in specs:
         target, _, weight = spec.partition("=")
         path, _, name = target.rpartition(":")
@@ -1743,9 +1728,9 @@ def max_positions(config):
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
-        longest = min(longest, rope.get("original_max_position_embeddings", longest))
+        longest = rope.get("original_max_position_embeddings", longest)
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4: counts padding
-        longest = min(longest, config.floor_scale)
+        longest = config.floor_scale
     return longest
 
 
@@ -1754,13 +1739,9 @@ def choose_paths(model):
     whether they share prompts, whether sampling may use the cache), for a float32
     model. Raises `Error` where padding or later tokens change a log-prob."""
     model_name = type(model).__name__
-    prompt_ids, prompt_mask = pad([[2, 3, 4, 2, 3], [5, 6]], "left", model.device)
-    completion_ids, mask = pad([[2, 3, 4, 5], [7, 8]] * 2, "right", model.device)
-    batch = Batch(prompt_ids, prompt_mask, completion_ids, mask)
-    # Prompt [5, 6] and completion [7, 8], the last rows, without their padding.
-    unpadded = Batch(
-        prompt_ids[1:, 3:], prompt_mask[1:, 3:], completion_ids[3:, :2], mask[3:, :2]
-    )
+    prompts = [[2, 3, 4, 2, 3], [5, 6]]
+    batch = make_batch(prompts, [[2, 3, 4, 5], [7, 8]] * 2, model.device)
+    last_alone = make_batch([[5, 6]], [[7, 8]], model.device)  # without padding
 
     def compute(logprobs):
         """Log-probs of the last completion, gradients of the embeddings."""
@@ -1771,25 +1752,24 @@ def choose_paths(model):
     def shares(logprobs):
         return all(map(close, compute(logprobs), expected))
 
+    def draw(use_cache):
+        torch.manual_seed(0)
+        return generate(model, *batch[:2], 8, 8, [1], use_cache=use_cache)
+
     def caches():
-        torch.manual_seed(0)
-        found = generate(model, prompt_ids, prompt_mask, 8, 8, [1])
-        torch.manual_seed(0)
-        slowly = generate(model, prompt_ids, prompt_mask, 8, 8, [1], use_cache=False)
-        return (found == slowly).float().mean() > 0.9  # rounding may change a draw
+        same = draw(use_cache=True) == draw(use_cache=False)
+        return same.float().mean() > 0.9  # rounding may change a draw
 
     expected = compute(plain_logprobs)
     tolerance = 2e-5 if model.device.type == "cpu" else 1e-3  # GPU kernels differ more
-    if not close(plain_logprobs(model, *unpadded), expected[0], tolerance):
+    if not close(plain_logprobs(model, *last_alone), expected[0], tolerance):
         raise Error(f"{model_name}: padding or later tokens change log-probs")
     # A cap hardly changes the small logits of untrained weights: comparing would not
     # show it. See whether the configuration names one.
-    options = vars(model.config.get_text_config()).items()
-    changes_logits = [
-        name
-        for name, value in options
-        if re.search("logit|lm_head", name) and value not in (None, False, 1)
-    ]
+    changes_logits = any(
+        re.search("logit|lm_head", name) and value not in (None, False, 1)
+        for name, value in vars(model.config.get_text_config()).items()
+    )
     logprobs = token_logprobs
     no_sharing = changes_logits or obstacle(shares, logprobs)
     if no_sharing:
@@ -1830,9 +1810,7 @@ def load(config, name, device, output_dir, rewards):
     model, tokenizer, eos_token_ids = load_model(name, device, config.seed)
     logprobs, share_prompts, use_cache = choose_paths(model)
     set_seed(config.seed, 0)
-    adapters = None
-    if config.lora_rank:
-        adapters = add_adapters(model, config.lora_rank)
+    adapters = add_adapters(model, config.lora_rank) if config.lora_rank else None
     shard(model, logprobs, dtype, is_policy=True)
     optimizer = MasterAdamW(model, dtype)
     reference = None
@@ -1851,7 +1829,6 @@ def load(config, name, device, output_dir, rewards):
         rewards=rewards,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        max_positions=max_positions(model.config),
         policy=model,
         reference=reference,
         adapters=adapters,
@@ -1887,9 +1864,7 @@ def fit_micro_batch(model, dtype):
     text_config = model.config.get_text_config()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    for param in model.parameters():
-        if param.requires_grad:
-            free -= 12 * local(param).numel() + 4 * param.numel()
+    free -= (12 / WORLD_SIZE + 4) * model.num_parameters(only_trainable=True)
     units = text_config.hidden_size * text_config.num_hidden_layers
     tokens = 0.8 * free / (50 * dtype.itemsize * units)
     tokens = 2 ** int(math.log2(max(tokens, 256)))  # coarse: as many after resuming
@@ -2013,7 +1988,7 @@ LOGS = "metrics.jsonl", "completions.jsonl"  # of a run; each checkpoint has cop
 
 @contextlib.contextmanager
 def open_output_dir(config):
-    """The run's folder, with its options in a new one, and for one process alone."""
+    """The run's folder, with its options in it, and for one process alone."""
     name = f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_dir = Path(all_gather(config.output_dir or f"runs/{name}")[0]).absolute()
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -2023,25 +1998,20 @@ def open_output_dir(config):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise Error(f"another process works in {output_dir}") from None
-            remove_partial(output_dir)
+            for folder in output_dir.glob("partial-*"):  # of one that was killed
+                shutil.rmtree(folder)
             if not config.resume:
                 if checkpoints(output_dir):
                     raise Error(f"{output_dir} has a run: --resume it, or take another")
                 shutil.rmtree(output_dir / "sft", ignore_errors=True)
                 write_options(config, output_dir)
-        all_gather(None)  # until it is there
+        all_gather(None)  # until they are there
         yield output_dir
 
 
 def write_options(config, folder):
     """What `--resume` reads."""
     (folder / "options.json").write_text(json.dumps(vars(config), indent=2))
-
-
-def remove_partial(output_dir):
-    """Remove what a process that was killed, or a full disk, left unfinished."""
-    for folder in output_dir.glob("partial-*"):
-        shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -2069,10 +2039,9 @@ def save(run):
     mask = torch.ones_like(ids, dtype=torch.bool)
     run.logprobs(run.policy, ids, mask, ids, mask, 1.0).sum().backward()
     if not math.isfinite(run.optimizer.gradient_norm()):
-        kept = [x.name for x in checkpoints(run.output_dir)]
         raise Error(
             f"the weights of step {run.step} give no finite gradient and are not saved;"
-            f" the last good checkpoint: {', '.join(kept) or 'none'}"
+            f" the last good ones (0: none) are those of step {run.saved_step}"
         )
     run.optimizer.adamw.zero_grad()
     write_folder(run, f"checkpoint-{run.step}", with_optimizer=True)
@@ -2086,9 +2055,6 @@ def write_folder(run, name, with_optimizer=False):
     model = run.policy
     dtype = run.optimizer.dtype
     weights = gather_weights(model, dtype) if WORLD_SIZE > 1 else None
-    if RANK == 0:
-        remove_partial(run.output_dir)
-    all_gather(None)
     with failing_together(f"{folder} cannot be written"):
         folder.mkdir(exist_ok=True)
         if run.adapters:
@@ -2107,7 +2073,6 @@ def write_folder(run, name, with_optimizer=False):
                 model.config.dtype = dtype  # not that of the shards
                 model.config.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
-            write_options(run.config, folder)
             if with_optimizer:
                 for log_name in LOGS:
                     shutil.copy(run.output_dir / log_name, folder)
@@ -2138,14 +2103,11 @@ def restore(run):
         run.optimizer.load(torch.load(file, map_location="cpu", weights_only=True))
         run.step = run.saved_step = int(folder.name[11:])
         print0(f"going on from {folder}")
-    if RANK > 0:
-        return
-    for log_name in LOGS:
-        rows = read_log(folder / log_name) if folders else []
-        with open(run.output_dir / log_name, "w") as lines:
-            for row in rows:  # but not the evaluation that `train` repeats
-                if "eval/reward" not in row or row["step"] < run.step:
-                    print(json.dumps(row), file=lines)
+    if RANK == 0:
+        write_options(run.config, run.output_dir)
+        for log_name in LOGS:
+            text = (folder / log_name).read_text() if folders else ""
+            (run.output_dir / log_name).write_text(text)
 
 
 # ------------------------------------------------------------- built-in task and model
@@ -2245,8 +2207,7 @@ def parse_args(argv=None):
         if fixed:
             option = min(fixed).replace("_", "-")
             raise Error(f"the run has its own --{option}; may be new: {RESUMABLE}")
-        newest = [folder, *checkpoints(folder)][-1]
-        options = json.loads((newest / "options.json").read_text())
+        options = json.loads((folder / "options.json").read_text())
         typed["output_dir"] = str(folder)
     elif typed.get("model", "tiny") == "tiny":
         options = TINY
