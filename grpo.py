@@ -176,15 +176,15 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
     groups = rewards.view(-1, num_generations)  # (B, G)
+    # Equal rewards become zeros, whose mean and std are exact. Eight of 0.1 have a mean
+    # that is off by 1e-8, and so is their std: the quotient would be -0.4 instead of 0.
+    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    # The mean of equal rewards can be off by 1e-8; so is their std then, and the
-    # quotient is 0.4 to 0.9.
-    equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
-    return advantages.masked_fill(equal, 0).view(-1)
+    return advantages.view(-1)
 
 
 def masked_mean(x, mask, dim=None):
@@ -434,7 +434,7 @@ def train_step(run, train_rows, step):
         peak_memory_gb=peak_memory_gb(),
     )
     if config.eval_every and (step == 1 or step % config.eval_every == 0):
-        log_completions(run, step, rows, scores, advantages, batch.mask)
+        log_completions(run, step, rows, scores, advantages)
     return dict(step=step, **average(metrics))
 
 
@@ -472,16 +472,15 @@ def generate(
     """G completions of each prompt, sampled from the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
     row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
-    model must be in eval mode (in training mode gradient checkpointing drops the cache,
-    and samples are wrong); its generation config is not read. `use_cache` False runs
-    all tokens again for each new one: slow, but right for any model.
+    model must be in eval mode, as in `token_logprobs`; its generation config is not
+    read. Without `use_cache` all tokens run again for each new one: slow, but right.
     Needs `sample`, `forward`, `LOOK_EVERY`, `F`, `DynamicCache` and `inspect`."""
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
-    prompt_numbers = torch.arange(len(prompt_ids), device=eos.device)
-    prompt_of = prompt_numbers.repeat_interleave(num_generations)  # of each row
-    live = torch.arange(len(prompt_of), device=eos.device)  # rows that still run
+    num_rows = len(prompt_ids) * num_generations
+    live = torch.arange(num_rows, device=eos.device)  # rows that still run
+    prompt_of = live // num_generations  # of each of them
     finished = torch.zeros_like(live, dtype=torch.bool)  # which of them have had an EOS
-    completion_ids = eos[0].repeat(len(live), max_completion_length)  # (N, C)
+    completion_ids = eos[0].repeat(num_rows, max_completion_length)  # (N, C)
     cache = DynamicCache(config=model.config) if use_cache else None
     ids = prompt_ids  # what the model reads next
     attention_mask = prompt_mask
@@ -494,7 +493,7 @@ def generate(
                 cache.reorder_cache(prompt_of)  # selects rows: B become N
         tokens = sample(logits, temperature).masked_fill(finished, eos[0])
         completion_ids[live, i] = tokens
-        finished = finished | torch.isin(tokens, eos)
+        finished = torch.isin(tokens, eos)  # after its EOS a row has eos[0]
         if i % LOOK_EVERY == 0:
             unfinished = (~finished).nonzero()[:, 0]
             if len(unfinished) == 0:
@@ -554,8 +553,8 @@ def plain_logprobs(
     completion runs with a prompt of its own. Needs `forward`, `logprobs_of_logits`, `F`
     and `inspect`."""
     num_rows, length = completion_ids.shape
-    prompt_numbers = torch.arange(len(prompt_ids), device=mask.device)
-    prompt_of = prompt_numbers.repeat_interleave(num_rows // len(prompt_ids))
+    num_generations = num_rows // len(prompt_ids)
+    prompt_of = torch.arange(num_rows, device=mask.device) // num_generations
     # The last token predicts nothing.
     ids = torch.cat([prompt_ids[prompt_of], completion_ids[:, :-1]], 1)
     # Padding behind a token is never seen: its mask may be True.
@@ -577,26 +576,21 @@ def token_logprobs(
     """log-prob of each completion token given all before it: (N, C) float32.
     0 where masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, mask:
     (N, C), right-padded, the mask of `completion_mask`; rows b*G … b*G+G-1 continue
-    prompt b. The logits are divided by `temperature`, as in sampling. The model must be
-    in eval mode (in training mode gradient checkpointing drops the cache, and the
-    result is wrong).
+    prompt b. The logits are divided by `temperature`, as in sampling.
     Each prompt runs once. Its completions go on from G copies of its key-value cache;
     the copies are ordinary tensors that depend on the weights, so gradients flow
     through them into the prompt. `model` is a causal LM of transformers (of a model
-    that peft has wrapped, `get_base_model()`). If it caps or scales its logits, give
-    `own_logits`: its own output layer then computes them all. `choose_paths` shows how
-    to compare a new model with `plain_logprobs`.
+    that peft has wrapped, `get_base_model()`) in eval mode: in training mode gradient
+    checkpointing drops the cache. If it caps or scales its logits, give `own_logits`:
+    its own output layer then computes them all. `choose_paths` compares models so.
     Needs `forward`, `logprobs_of_hidden`, `logprobs_of_logits`, `LogNormaliser`,
     `LOGITS_AT_ONCE`, `DynamicCache`, `F` and `inspect`."""
     num_rows, length = completion_ids.shape
-    prompt_numbers = torch.arange(len(prompt_ids), device=mask.device)
-    prompt_of = prompt_numbers.repeat_interleave(num_rows // len(prompt_ids))
-    # All but the last token are run, and at least two, so C is padded to 3: a single
-    # token makes recurrent layers write over their states, which backward needs.
-    num_more = max(0, 3 - length)
-    completion_ids = F.pad(completion_ids, (0, num_more))
-    mask = F.pad(mask, (0, num_more))
-    inputs = completion_ids[:, :-1]
+    num_generations = num_rows // len(prompt_ids)
+    prompt_of = torch.arange(num_rows, device=mask.device) // num_generations
+    # All but the last token are run, and at least two: a single one makes recurrent
+    # layers write over their states, which backward needs.
+    inputs = F.pad(completion_ids[:, :-1], (0, max(0, 3 - length)))
     attention_mask = F.pad(prompt_mask[prompt_of], (0, inputs.shape[1]), value=True)
     cache = DynamicCache(config=model.config)
     if own_logits:
@@ -605,19 +599,17 @@ def token_logprobs(
     else:
         module = model.base_model  # all but the output layer
         output = forward(module, prompt_ids, prompt_mask, cache)
-    first = output[0][:, -1:]  # (B, 1, H or V)
+    prompt_outputs = output[0][:, -1:]  # (B, 1, H or V)
     cache.reorder_cache(prompt_of)  # selects rows: B become N
     # Nothing reads the cache later: leave the prompt's states as they are.
     cache.update_recurrent_state = lambda state, *args, **options: state
-    others = forward(module, inputs, attention_mask, cache)[0]
+    later_outputs = forward(module, inputs, attention_mask, cache)[0]
     # A prompt's last output predicts the first token of each of its completions.
-    outputs = torch.cat([first[prompt_of], others], 1)  # (N, C, H or V)
+    outputs = torch.cat([prompt_outputs[prompt_of], later_outputs], 1)[:, :length]
     if own_logits:
-        logp = logprobs_of_logits(outputs, completion_ids, mask, temperature)
-    else:
-        weight = model.get_output_embeddings().weight  # (V, H): a row for each token
-        logp = logprobs_of_hidden(outputs, weight, completion_ids, mask, temperature)
-    return logp[:, :length]
+        return logprobs_of_logits(outputs, completion_ids, mask, temperature)
+    weight = model.get_output_embeddings().weight  # (V, H): a row for each token
+    return logprobs_of_hidden(outputs, weight, completion_ids, mask, temperature)
 
 
 def logprobs_of_logits(logits, completion_ids, mask, temperature):
@@ -634,8 +626,8 @@ def logprobs_of_hidden(hidden, weight, completion_ids, mask, temperature):
     """`logprobs_of_logits` of logits = hidden @ weight.T, which are never in memory."""
     hidden = hidden[mask] / temperature  # (M, H): divides the logits
     chosen = F.embedding(completion_ids[mask], weight)  # (M, H)
-    logit = torch.einsum("mh,mh->m", hidden, chosen)
-    logp = logit.float() - LogNormaliser.apply(hidden, weight)
+    logit = torch.einsum("mh,mh->m", hidden.float(), chosen.float())
+    logp = logit - LogNormaliser.apply(hidden, weight)
     return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
 
@@ -659,15 +651,15 @@ class LogNormaliser(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, log_z = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(weight), ctx.size):
-            part = slice(start, start + ctx.size)
-            logits = (hidden @ weight[part].t()).float()  # and in the same memory:
+        grad_weight = torch.empty_like(weight)
+        parts = zip(weight.split(ctx.size), grad_weight.split(ctx.size))
+        for words, grad_words in parts:
+            logits = (hidden @ words.t()).float()  # and in the same memory:
             softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
             grad_logits = softmax.mul_(grad[:, None]).to(weight.dtype)  # chain rule
-            grad_hidden += grad_logits @ weight[part]
-            if grad_weight is not None:  # LoRA freezes it
-                torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
+            grad_hidden += grad_logits @ words
+            if ctx.needs_input_grad[1]:  # not where LoRA freezes it
+                torch.mm(grad_logits.t(), hidden, out=grad_words)
         return grad_hidden.to(hidden.dtype), grad_weight
 
 
@@ -710,10 +702,9 @@ def score_completions(run, rows, batch):
         groups = torch.tensor(means, dtype=reward.dtype).view(-1, num_generations)
         # What is not judged gets the mean of its group, which gives it no advantage;
         # where that is missing the mean of all, else 0.
-        mean_of_all = groups.nanmean()
+        mean_of_all = groups.nanmean().nan_to_num().item()
         groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
-        groups = groups.where(~groups.isnan(), mean_of_all)
-        column = groups.flatten().nan_to_num()
+        column = groups.flatten().nan_to_num(mean_of_all)
         by_name[f"rewards/{name}"] = column
         reward += weight * column
         if not by_step:
@@ -735,9 +726,9 @@ def score_completions(run, rows, batch):
 
 
 def check_values(values, steps):
-    """What a reward function returned -> (a list of numbers for each completion,
-    whether they are of its steps). The function gives a completion a number; or None,
-    not judged, which becomes an empty list; or a list, a number for each step."""
+    """What a reward function returned, for each completion a number, None (not judged)
+    or a list of numbers for its steps -> (a list of numbers for each, whether these are
+    of steps)."""
     if not isinstance(values, (list, torch.Tensor)) or len(values) != len(steps):
         got = f"{type(values).__name__} {str(values)[:80]}"
         raise ValueError(f"it must return a list of {len(steps)} values, not {got}")
@@ -792,7 +783,8 @@ def update(run, batch, advantages, learning_rate):
     metrics. `prepare_parts` may leave groups out: the loss is still a mean over all
     completions or tokens; what is measured is a mean over the tokens that are kept."""
     config = run.config
-    parts = prepare_parts(run, batch, advantages)
+    parts = prepare_parts(run, batch, advantages.to(run.device))
+    # `kept`: without the groups that are left out.
     kept = sum(part.batch.mask.sum().item() for part in parts)
     # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
     num_tokens = average(dict(all=batch.mask.sum().item(), kept=kept))
@@ -814,22 +806,16 @@ def update(run, batch, advantages, learning_rate):
 
 def prepare_parts(run, batch, advantages):
     """The micro-batches of an update, with the log-probs of the frozen reference."""
-    num_prompts = len(batch.prompt_ids)
-    row_numbers = torch.arange(len(batch.mask)).view(num_prompts, -1)  # (B, G)
+    row_numbers = torch.arange(len(batch.mask), device=run.device)
+    row_numbers = row_numbers.view(len(batch.prompt_ids), -1)  # (B, G)
+    # To save padding, sort each group and then the groups by length, shortest first.
+    lengths = batch.mask.sum(1)[row_numbers]
+    row_numbers = row_numbers.gather(1, lengths.argsort(1))
+    row_numbers = row_numbers[lengths.amax(1).argsort()]
     if run.reference is None:  # a group whose advantages are all 0 has no gradient
-        moves = advantages.reshape(num_prompts, -1).any(1)  # (B,)
+        moves = advantages[row_numbers].flatten(1).any(1)  # (B,)
         row_numbers = row_numbers[moves] if moves.any() else row_numbers[:1]
-    prompt_lengths = batch.prompt_mask.sum(1).cpu()
-    lengths = batch.mask.sum(1).cpu()
-    if not run.share_prompts:  # each completion runs with a prompt of its own
-        lengths += prompt_lengths.max()
-    parts = []
-    for numbers in cut_micro_batches(
-        row_numbers, prompt_lengths, lengths, run.micro_batch_tokens
-    ):
-        part = take_rows(batch, numbers)
-        part_advantages = advantages[numbers.flatten(), : part.mask.shape[1]]
-        parts.append(Part(part, part_advantages.to(run.device)))
+    parts = cut_micro_batches(run, batch, advantages, row_numbers)
     add_empty_parts(parts)  # as many as on every other rank
     if run.reference is not None:
         without_adapters = contextlib.nullcontext()
@@ -840,10 +826,6 @@ def prepare_parts(run, batch, advantages):
                 part.ref_logp = run.logprobs(
                     run.reference, *part.batch, run.config.temperature
                 )
-    # The gradients of several parts add up, in float32, as a sum of bfloat16 would lose
-    # the small ones. The gradient of a single part keeps its own type and saves memory.
-    for param in run.optimizer.params:
-        param.grad_dtype = torch.float32 if len(parts) > 1 else param.dtype
     return parts
 
 
@@ -870,41 +852,39 @@ def part_loss(run, part, num_sequences, num_tokens):
     )
 
 
-def cut_micro_batches(row_numbers, prompt_lengths, lengths, max_tokens):
-    """Cut row numbers (B, G) into micro-batches of at most `max_tokens` tokens, padding
-    included. Groups are halved until they fit, and a group too large for that as well;
-    one completion may exceed it. prompt_lengths: (B,), lengths of completions: (N,)."""
-    num_generations = len(lengths) // len(prompt_lengths)
-    # To save padding, sort each group and then the groups, longest completion first.
-    order = lengths[row_numbers].argsort(1, descending=True)
-    row_numbers = row_numbers.gather(1, order)
-    longest = lengths[row_numbers[:, 0]]  # of each group
-    row_numbers = row_numbers[longest.argsort(descending=True)]
-
-    def cut(numbers):
-        longest_prompt = prompt_lengths[numbers[:, 0] // num_generations].max()
-        num_completion_tokens = numbers.numel() * lengths[numbers].max()
-        num_tokens = len(numbers) * longest_prompt + num_completion_tokens
-        if num_tokens <= max_tokens or numbers.numel() == 1:
-            return [numbers]
-        first, second = numbers.tensor_split(2, dim=0 if len(numbers) > 1 else 1)
-        return cut(first) + cut(second)
-
-    return cut(row_numbers)
+def cut_micro_batches(run, batch, advantages, row_numbers):
+    """The rows (B, G) of a batch as `Part`s of at most `micro_batch_tokens` tokens,
+    padding included, longest first. Groups are halved until they fit, and a group too
+    large for that as well; one completion may exceed it."""
+    parts = []
+    pending = [row_numbers]
+    while pending:
+        numbers = pending.pop()
+        part = take_part(batch, advantages, numbers)
+        num_prompts, prompt_length = part.batch.prompt_ids.shape
+        if not run.share_prompts:  # each completion runs with a prompt of its own
+            num_prompts = numbers.numel()
+        num_tokens = num_prompts * prompt_length + part.batch.mask.numel()
+        if num_tokens <= run.micro_batch_tokens or numbers.numel() == 1:
+            parts.append(part)
+        else:
+            pending += numbers.tensor_split(2, dim=0 if len(numbers) > 1 else 1)
+    return parts
 
 
-def take_rows(batch, row_numbers):
-    """The part of a batch with these row numbers, without columns of padding."""
-
-    def take(ids, mask, rows):
-        columns = mask[rows].any(0)
-        return ids[rows][:, columns], mask[rows][:, columns]
-
+def take_part(batch, advantages, row_numbers):
+    """The `Part` with these rows (b, g), without columns of padding."""
+    rows = row_numbers.flatten()
     prompts = row_numbers[:, 0] // (len(batch.mask) // len(batch.prompt_ids))
-    return Batch(
-        *take(batch.prompt_ids, batch.prompt_mask, prompts),
-        *take(batch.completion_ids, batch.mask, row_numbers.flatten()),
+    prompt_columns = batch.prompt_mask[prompts].any(0)
+    columns = batch.mask[rows].any(0)
+    part = Batch(
+        batch.prompt_ids[prompts][:, prompt_columns],
+        batch.prompt_mask[prompts][:, prompt_columns],
+        batch.completion_ids[rows][:, columns],
+        batch.mask[rows][:, columns],
     )
+    return Part(part, advantages[rows][:, columns])
 
 
 class MasterAdamW:
@@ -912,10 +892,9 @@ class MasterAdamW:
     Adding less than 1/512 of a bfloat16 weight changes nothing: so its float32 master
     moves, and the weight is the master, rounded. A float32 weight (FSDP's shards are)
     is its own master. Takes a float32 model and casts it to `dtype`. After the last
-    backward of a batch: `norm = optimizer.step(learning_rate, max_grad_norm)`. For
-    micro-batches see `grad_dtype` in `prepare_parts`. Needs `local`, `within_cell`,
-    `all_gather`, `WORLD_SIZE`, `DTensor`, `math`, `get_total_norm` and
-    `clip_grads_with_norm_`."""
+    backward of a batch: `norm = optimizer.step(learning_rate, max_grad_norm)`.
+    Needs `local`, `within_cell`, `all_gather`, `WORLD_SIZE`, `DTensor`, `math`,
+    `get_total_norm` and `clip_grads_with_norm_`."""
 
     def __init__(self, model, dtype):
         self.dtype = dtype
@@ -930,6 +909,8 @@ class MasterAdamW:
         for param in model.parameters():
             if not isinstance(param, DTensor):
                 param.data = param.data.to(dtype)
+        for param in self.params:  # bfloat16 would lose the small gradients of a sum
+            param.grad_dtype = torch.float32
         self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
 
     @torch.no_grad()
@@ -983,12 +964,9 @@ def within_cell(weight):
     needs 60 steps of 1e-6 before it rounds to another. From a random place it does so
     with a chance of step / 1.2e-4: on average the weight moves as its master does.
     Zeros, and float32 weights that have lower bits of their own, stay."""
-    on_grid = (weight == weight.bfloat16()) & (weight != 0)
-    # Read as an integer, a float plus 1 is the next float. What is less than 2**15 of
-    # them away rounds back to the weight.
-    bits = weight.view(torch.int32)
-    offset = torch.randint_like(weight, -(2**15) + 1, 2**15, dtype=torch.int32)
-    return torch.where(on_grid, (bits + offset).view(torch.float32), weight)
+    exponent = torch.frexp(weight).exponent  # bfloat16: 2**(exponent - 8) apart
+    near = weight + torch.ldexp(torch.rand_like(weight) - 0.5, exponent - 8)
+    return torch.where(near.bfloat16() == weight, near, weight)
 
 
 # ---------------------------------------------------------------------------- training
@@ -1068,22 +1046,16 @@ def set_up(config, device, output_dir):
     if not eval_rows:
         print0("note: no rows are held out, so nothing is evaluated: see --eval-data")
     print0(f"the first prompt: {[row['prompts'] for row in train_rows[:1]]}")
-    if config.report_to and RANK == 0:
-        run.tracker = start_tracker(config, output_dir.name)
+    if config.report_to and RANK == 0:  # wandb and trackio share an interface
+        os.environ["WANDB_RUN_ID"] = output_dir.name  # trackio knows a run by its name
+        run.tracker = importlib.import_module(config.report_to)
+        run.tracker.init(
+            project="grpo",
+            name=output_dir.name,
+            config=vars(config),
+            resume="allow" if config.resume else "never",
+        )
     return run, train_rows, eval_rows
-
-
-def start_tracker(config, name):
-    """wandb or trackio, which share an interface. Resuming goes on in the same run."""
-    tracker = importlib.import_module(config.report_to)
-    os.environ["WANDB_RUN_ID"] = name  # trackio knows a run by its name
-    tracker.init(
-        project="grpo",
-        name=name,
-        config=vars(config),
-        resume="allow" if config.resume else "never",
-    )
-    return tracker
 
 
 def sft(config, device, output_dir, rows):
@@ -1118,30 +1090,26 @@ def sft(config, device, output_dir, rows):
 def evaluate(run, rows, step):
     """Mean rewards of greedy completions of the held-out rows, logged."""
     # Every process has the same number of rows, and decodes no more than in training.
-    num_rows = len(rows) - len(rows) % WORLD_SIZE
-    mine = rows[RANK:num_rows:WORLD_SIZE]
+    mine = rows[RANK::WORLD_SIZE][: len(rows) // WORLD_SIZE]
     size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
-    parts = []
+    columns = defaultdict(list)
     starts = range(0, len(mine), size)
     for start in tqdm(starts, "evaluation", leave=False, disable=RANK > 0):
         part = mine[start : start + size]
         batch = rollout(run, part, num_generations=1, temperature=0)
-        parts.append(score_completions(run, part, batch).columns)
-    if parts:
-        means = {}
-        for name in parts[0]:
-            column = torch.cat([columns[name] for columns in parts])
-            means[f"eval/{name}"] = column.double().mean().item()
+        for name, column in score_completions(run, part, batch).columns.items():
+            columns[f"eval/{name}"] += column.tolist()
+    if mine:
+        means = {name: sum(column) / len(mine) for name, column in columns.items()}
         log(run, dict(step=step, **average(means)))
 
 
-def log_completions(run, step, rows, scores, advantages, mask):
+def log_completions(run, step, rows, scores, advantages):
     """Append a step's completions to completions.jsonl; print the first completion of
     each of the first three prompts."""
     if RANK > 0:
         return
-    num_generations = len(mask) // len(rows)
-    advantages = masked_mean(advantages, mask.cpu(), dim=1).tolist()
+    num_generations = len(advantages) // len(rows)
     with open(run.output_dir / "completions.jsonl", "a") as lines:
         for i, text in enumerate(scores.texts):
             row = rows[i // num_generations]
@@ -1151,7 +1119,7 @@ def log_completions(run, step, rows, scores, advantages, mask):
                 step=step,
                 prompt=row["prompts"],
                 completion=text,
-                advantage=advantages[i],
+                advantage=advantages[i, 0].item(),  # the first token's: of all steps
                 finished=scores.finished[i],
                 **rewards,
             )

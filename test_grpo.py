@@ -898,41 +898,53 @@ def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(tmp_pat
 # ----------------------------------------------------------------------------- update
 
 
+def numbered_rows(lengths):
+    """Ids, each of which is the number of its row, and their mask."""
+    mask = torch.arange(30) < lengths[:, None]
+    return torch.arange(len(lengths))[:, None].expand(mask.shape), mask
+
+
+def cut(prompts, completions, budget):
+    run = SimpleNamespace(
+        reference=None, device="cpu", share_prompts=True, micro_batch_tokens=budget
+    )
+    batch = grpo.Batch(*prompts, *completions)
+    return grpo.prepare_parts(run, batch, batch.completion_ids + 1)
+
+
 @cases("budget", [1, 40, 100, 300, 10_000])
 def test_micro_batches_hold_every_row_once_within_the_budget(budget):
     for seed in range(50):
         torch.manual_seed(seed)
         num_prompts, size = torch.randint(1, 9, (2,)).tolist()
-        prompt_lengths = torch.randint(1, 30, (num_prompts,))
-        lengths = torch.randint(1, 30, (num_prompts * size,))
-        rows = torch.arange(len(lengths)).view(num_prompts, size)
-        cut = grpo.cut_micro_batches(rows, prompt_lengths, lengths, budget)
-        everything = torch.cat([rows.flatten() for rows in cut])
-        assert sorted(everything.tolist()) == list(range(len(lengths)))
-        assert len(cut) == 1 or budget < 10_000
-        for rows in cut:
-            prompts = rows[:, :1] // size
-            assert (rows // size == prompts).all()
-            num_tokens = len(rows) * prompt_lengths[prompts].max()
-            num_tokens += rows.numel() * lengths[rows].max()
-            assert num_tokens <= budget or rows.numel() == 1
+        prompts = numbered_rows(torch.randint(1, 30, (num_prompts,)))
+        completions = numbered_rows(torch.randint(1, 30, (num_prompts * size,)))
+        parts = cut(prompts, completions, budget)
+        everything = torch.cat([part.batch.completion_ids[:, 0] for part in parts])
+        assert sorted(everything.tolist()) == list(range(num_prompts * size))
+        assert len(parts) == 1 or budget < 10_000
+        for part in parts:
+            prompt_ids, _, ids, mask = part.batch
+            assert torch.equal(part.advantages, ids + 1)
+            groups = ids[:, 0].view(len(prompt_ids), -1) // size
+            assert (groups == prompt_ids[:, :1]).all()
+            assert prompt_ids.numel() + mask.numel() <= budget or len(mask) == 1
 
 
 def test_micro_batches_are_of_similar_lengths():
-    lengths = torch.tensor([9, 9, 1, 1, 9, 9, 1, 1])
-    rows = torch.arange(8).view(4, 2)
-    cut = grpo.cut_micro_batches(rows, torch.ones(4), lengths, 40)
-    assert [lengths[rows].unique().item() for rows in cut] == [9, 1]
+    completions = numbered_rows(torch.tensor([9, 9, 1, 1, 9, 9, 1, 1]))
+    parts = cut(numbered_rows(torch.ones(4)), completions, 40)
+    assert [part.batch.mask.shape for part in parts] == [(4, 9), (4, 1)]
 
 
 def test_rows_are_taken_without_columns_of_padding():
     model, batch = tiny_model(), ragged_batch(4)
     ids, _ = grpo.pad([[5, 6], [7]], "left", "cpu")  # with a token of the prompt
     assert ids.tolist() == [[5, 6], [5, 7]]
-    part = grpo.take_rows(grpo.Batch(*batch), torch.tensor([[5, 7]]))
-    assert [x.shape for x in part] == [(1, 3), (1, 3), (2, 5), (2, 5)]
+    part = grpo.take_part(grpo.Batch(*batch), batch[-1], torch.tensor([[5, 7]]))
+    assert [x.shape for x in part.batch] == [(1, 3), (1, 3), (2, 5), (2, 5)]
     expected = slow_logprobs(model, *batch)[[5, 7], :5]
-    found = grpo.token_logprobs(model, *part)
+    found = grpo.token_logprobs(model, *part.batch)
     assert_near(found, expected)
 
 
@@ -996,13 +1008,14 @@ def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
     assert half.dtype == torch.bfloat16
     for param, first in zip(half.parameters(), start.parameters()):
         assert torch.equal(param.float(), first)
+        assert param.grad_dtype == torch.float32  # in which micro-batches are summed
     single = [master.clone().requires_grad_() for master in ours.masters]
     theirs = torch.optim.AdamW(single, lr=1e-6, weight_decay=0)
     for _ in range(40):
         torch.manual_seed(0)
         for param, twin in zip(half.parameters(), single):
-            param.grad = torch.randn(param.shape).bfloat16()
-            twin.grad = param.grad.float()
+            param.grad = torch.randn(param.shape)
+            twin.grad = param.grad.clone()
         clip_grad_norm_(single, 1.0)
         theirs.step()
         ours.step(1e-6, 1.0)
@@ -1134,30 +1147,20 @@ def test_a_batch_without_any_advantage_moves_nothing():
 
 
 def test_parts_without_tokens_that_wait_for_other_ranks_add_nothing(monkeypatch):
+    runs = [make_run(tiny_model(), tiny_model(seed=1)) for _ in range(2)]
     results = []
-    for more in (0, 2):  # parts of a second rank, which has the same sums
-        run = make_run(tiny_model(), tiny_model(seed=1))
-        with monkeypatch.context() as patch:
-            patch.setattr(grpo, "WORLD_SIZE", 2)
-            patch.setattr(
-                grpo,
-                "all_gather",
-                lambda x, more=more: [x, x + more if type(x) is int else x],
-            )
-            batch = grpo.Batch(*ragged_batch())
-            metrics = grpo.update(run, batch, torch.ones(6, 6), 1e-3)
-        assert len(run.calls) == 1 + more
+
+    def second_rank(x):  # which has the same sums, and in the second run two more parts
+        return [x, x + 2 * len(results) if type(x) is int else x]
+
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
+    monkeypatch.setattr(grpo, "all_gather", second_rank)
+    for run in runs:
+        batch = grpo.Batch(*ragged_batch())
+        metrics = grpo.update(run, batch, torch.ones(6, 6), 1e-3)
+        assert len(run.calls) == 1 + 2 * len(results)
         results.append([*run.policy.parameters(), torch.tensor([*metrics.values()])])
     assert_close(*results)
-
-
-@cases("budget, dtype", [(10_000, torch.bfloat16), (24, torch.float32)])
-def test_gradients_of_several_micro_batches_are_summed_in_float32(budget, dtype):
-    model = tiny_model()
-    run = make_run(model, dtype="bfloat16", micro_batch_tokens=budget)
-    run.optimizer.step = mock.Mock(return_value=1.0)  # leaves the gradients there
-    grpo.update(run, grpo.Batch(*ragged_batch()), torch.ones(6, 6), 1e-3)
-    assert {param.grad.dtype for param in model.parameters()} == {dtype}
 
 
 @cases("advantage", [math.inf, math.nan])
@@ -1906,7 +1909,7 @@ def varied(tmp_path):
 
 def forget():
     """The imported files of rewards, of which others may have the same name."""
-    for name in ("neighbour", "rewards", "varied"):
+    for name in "neighbour rewards varied".split():
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
@@ -1965,7 +1968,7 @@ def end_of(folder):
     (checkpoint,) = folder.glob("checkpoint-*")
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.pt")]
     assert len(files) > 1
-    rows = {str(row): row for row in metrics_of(folder)}  # evaluations may be repeated
+    rows = set(map(str, metrics_of(folder)))  # as evaluations may be repeated
     logs = rows, metrics_of(folder, "completions.jsonl")
     return logs, {x.relative_to(folder): x.read_bytes() for x in files}
 
