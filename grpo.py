@@ -23,13 +23,13 @@ b*G+G-1 belong to prompt b), P prompt length (left-padded), C completion length
 (right-padded), V vocabulary, H hidden size, M completion tokens without padding.
 
 Where this departs from the papers and from common tutorials:
-  - Equal rewards have advantage exactly 0; rounding could make it ±0.8.
+  - Equal rewards have advantage exactly 0; rounding alone could make it ±0.8.
   - A completion's mask includes its first EOS; `ids != pad` loses it if pad is EOS.
   - With one update per rollout the ratio is exactly 1 and nothing is clipped.
-  - Normalisers count the whole optimizer batch: micro-batches change no gradient.
+  - Losses are divided by counts of the whole batch: micro-batches change no gradient.
   - AdamW moves float32 masters, as a step of 1e-6 would change no bfloat16 weight. Each
     master begins at a random number that rounds to its weight (`within_cell`).
-  - A prompt runs once for its group, not once for each completion.
+  - A prompt runs once for its group, not once for each completion (`token_logprobs`).
 
 Order: options, the mathematics, `train_step`, what it calls (sampling, log-probs,
 scores, update); then `train` and what any trainer has. "Needs …" in a docstring names
@@ -109,7 +109,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 on a GPU
     # sampling
     num_generations: int = 8  # G, completions sampled for each prompt
-    prompts_per_step: int = 8  # B, prompts of each step, over all processes
+    prompts_per_step: int = 8  # prompts of a step; each of W processes has B = 1/W
     max_prompt_length: int = 512  # in tokens; longer prompts are left out
     max_completion_length: int = 512  # in tokens; longer completions are cut off
     temperature: float = 1.0  # of sampling and of every log-prob
@@ -139,8 +139,13 @@ class Config:
     report_to: Literal["", "wandb", "trackio"] = ""  # a tracker that gets the metrics
 
     def __post_init__(self):
-        limits = dict(prompts_per_step=1, num_generations=2, num_iterations=1)
-        limits.update(max_completion_length=1, temperature=1e-9)  # of the others: 0
+        limits = dict(  # the least that an option may be, if that is not 0
+            prompts_per_step=1,
+            num_generations=2,
+            num_iterations=1,
+            max_completion_length=1,
+            temperature=1e-9,
+        )
         for name, value in vars(self).items():
             least = limits.get(name, 0)
             if isinstance(value, (int, float)) and not least <= value < math.inf:
@@ -176,8 +181,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
     groups = rewards.view(-1, num_generations)  # (B, G)
-    # Equal rewards become zeros, whose mean and std are exact. Eight of 0.1 have a mean
-    # that is off by 1e-8, and so is their std: the quotient would be -0.4 instead of 0.
+    # Subtracting the first changes no advantage, but makes equal rewards exact zeros.
+    # Else eight of 0.1 have a mean off by 1e-8, a std as small, and advantages of -0.4.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -195,7 +200,7 @@ def masked_mean(x, mask, dim=None):
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
     For tokens sampled from the policy E[-d] = KL(policy, reference), E[exp(d) - 1] = 0,
-    and their sum has less variance than -d alone. DeepSeekMath eq. 4, Schulman's k3
+    and the sum of these two varies less than -d. DeepSeekMath eq. 4, Schulman's k3
     (joschu.net/blog/kl-approx.html). Give it float32: bfloat16 rounds it away.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
@@ -209,7 +214,7 @@ def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token
     Level "sequence" is GSPO, by `mask`. Needs `mean_log_ratio` and `masked_mean`."""
     if old_logp is None:
         old_logp = logp
-    # Without old_logp it is 0, but has the gradient of logp, and so has the ratio.
+    # Without old_logp its value is 0, but its gradient is that of logp.
     log_ratio = logp - old_logp.detach()
     if importance_sampling_level == "sequence":
         log_ratio = mean_log_ratio(log_ratio, mask)
@@ -264,9 +269,10 @@ def grpo_loss(
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
-    The losses of micro-batches add up if the last three arguments are given, those of
-    the whole optimizer batch (None: of this call). Needs `clipped_surrogate`,
-    `importance_ratio`, `mean_log_ratio`, `kl_k3` and `masked_mean`."""
+    The losses of micro-batches add up if the last three arguments are given, as those
+    of the whole optimizer batch (None: of this call).
+    Needs `clipped_surrogate`, `importance_ratio`, `mean_log_ratio`, `kl_k3` and
+    `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
     if old_logp is not None:
@@ -303,7 +309,7 @@ def grpo_loss(
     return loss, metrics
 
 
-# Two variants: one ratio for a whole completion, and rewards for its steps.
+# Two variants of the above: one ratio for a whole completion; rewards of its steps.
 def mean_log_ratio(log_ratio, mask):
     """The mean of each completion's logp - old_logp, at all its tokens: (N, C).
     GSPO, arXiv:2507.18071, eq. 7. Needs `masked_mean`."""
@@ -374,12 +380,13 @@ class Run:
     share_prompts: bool  # whether `logprobs` runs a prompt once for its group
     use_cache: bool  # whether `generate` may use a key-value cache
     micro_batch_tokens: int
+    # What follows changes while it trains; `train_step` reads none of it.
     tracker: Any = None  # wandb or trackio
     step: int = 0  # the last one that is finished
     saved_step: int = 0  # the last one with a checkpoint
     num_skipped: int = 0  # steps in a row whose gradients were not finite
-    signal: str = ""  # the one that asked this process to end
-    stop: str = ""  # the same, once all processes know of it
+    signal: str = ""  # SIGINT or SIGTERM, where this process got one
+    stop: str = ""  # a signal that any process got: end after this step
 
 
 def train_step(run, train_rows, step):
@@ -398,7 +405,8 @@ def train_step(run, train_rows, step):
     # 3. score them
     scores = score_completions(run, rows, batch)
 
-    # 4. normalise within each group: scores of completions, and scores of their steps
+    # 4. normalise within each group: scores of whole completions, and, where rewards
+    #    are lists, scores of their lines (else `process` is 0)
     outcome = group_advantages(scores.outcome, num_generations, config.scale_rewards)
     process = process_advantages(
         scores.step_rewards,
@@ -407,7 +415,7 @@ def train_step(run, train_rows, step):
         num_tokens=batch.mask.shape[1],
         scale_rewards=config.scale_rewards,
     )
-    advantages = outcome[:, None] + process  # (N, C); process is 0 without steps
+    advantages = outcome[:, None] + process  # (N, C)
     rollout_end = time.perf_counter()
 
     # 5. minimise -min(ratio A, clip(ratio) A) + beta KL
@@ -417,7 +425,7 @@ def train_step(run, train_rows, step):
 
     # 6. measure it
     rewards = scores.columns["reward"].view(-1, num_generations)  # (B, G)
-    columns = dict(
+    columns = dict(  # each (N,) or (B,): the mean is logged
         scores.columns,
         reward_std=rewards.std(1),
         zero_std_fraction=~advantages.view(len(rewards), -1).any(1),
@@ -529,8 +537,7 @@ def sample(logits, temperature=1.0):
 def forward(module, ids, attention_mask, cache=None, **options):
     """Run ids (N, L) after the K tokens that `cache` holds, and add them to it.
     attention_mask: (N, K + L). Positions do not count padding on the left. `module` is
-    a model or its `forward`: where `shard` has made the caller a method of FSDP, which
-    has gathered the weights, calling the model would gather them again.
+    a model, or its `forward` where FSDP has gathered the weights already (see `shard`).
     Needs `inspect`."""
     parameters = inspect.signature(getattr(module, "forward", module)).parameters
     # Mamba 2 has a name of its own for its cache.
@@ -588,8 +595,8 @@ def token_logprobs(
     num_rows, length = completion_ids.shape
     num_generations = num_rows // len(prompt_ids)
     prompt_of = torch.arange(num_rows, device=mask.device) // num_generations
-    # All but the last token are run, and at least two: a single one makes recurrent
-    # layers write over their states, which backward needs.
+    # All but the last token are run, and at least two, by padding: for a single one
+    # recurrent layers write over the prompt's states, which backward needs.
     inputs = F.pad(completion_ids[:, :-1], (0, max(0, 3 - length)))
     attention_mask = F.pad(prompt_mask[prompt_of], (0, inputs.shape[1]), value=True)
     cache = DynamicCache(config=model.config)
@@ -601,7 +608,7 @@ def token_logprobs(
         output = forward(module, prompt_ids, prompt_mask, cache)
     prompt_outputs = output[0][:, -1:]  # (B, 1, H or V)
     cache.reorder_cache(prompt_of)  # selects rows: B become N
-    # Nothing reads the cache later: leave the prompt's states as they are.
+    # Nothing reads the cache later, so recurrent layers need not write to it.
     cache.update_recurrent_state = lambda state, *args, **options: state
     later_outputs = forward(module, inputs, attention_mask, cache)[0]
     # A prompt's last output predicts the first token of each of its completions.
@@ -626,6 +633,7 @@ def logprobs_of_hidden(hidden, weight, completion_ids, mask, temperature):
     """`logprobs_of_logits` of logits = hidden @ weight.T, which are never in memory."""
     hidden = hidden[mask] / temperature  # (M, H): divides the logits
     chosen = F.embedding(completion_ids[mask], weight)  # (M, H)
+    # In float32, as a sum in bfloat16 would be rounded to 1/16 where it is about 20.
     logit = torch.einsum("mh,mh->m", hidden.float(), chosen.float())
     logp = logit - LogNormaliser.apply(hidden, weight)
     return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
@@ -700,8 +708,8 @@ def score_completions(run, rows, batch):
             judgements, by_step = check_values(values, steps)
         means = [sum(x) / len(x) if x else math.nan for x in judgements]
         groups = torch.tensor(means, dtype=reward.dtype).view(-1, num_generations)
-        # What is not judged gets the mean of its group, which gives it no advantage;
-        # where that is missing the mean of all, else 0.
+        # What is not judged gets the mean of its group, and so no advantage; in a group
+        # of which nothing is judged, the mean of all; 0 if there is none.
         mean_of_all = groups.nanmean().nan_to_num().item()
         groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
         column = groups.flatten().nan_to_num(mean_of_all)
@@ -786,7 +794,7 @@ def update(run, batch, advantages, learning_rate):
     parts = prepare_parts(run, batch, advantages.to(run.device))
     # `kept`: without the groups that are left out.
     kept = sum(part.batch.mask.sum().item() for part in parts)
-    # FSDP averages gradients over ranks: divide by the mean number of tokens of a rank.
+    # Gradients (by FSDP) and metrics are averaged over ranks: so are their divisors.
     num_tokens = average(dict(all=batch.mask.sum().item(), kept=kept))
     metrics = defaultdict(float, num_tokens=num_tokens["all"] * WORLD_SIZE, skipped=0)
     for _ in range(config.num_iterations):
@@ -898,16 +906,16 @@ class MasterAdamW:
 
     def __init__(self, model, dtype):
         self.dtype = dtype
-        self.moved = False  # the weights, since the last finished step of training
+        self.moved = False  # whether weights moved since the last finished step
         self.params = [param for param in model.parameters() if param.requires_grad]
-        # This rank's part of each weight, as yet in the same memory. `to` below gives a
-        # bfloat16 weight new memory; a float32 weight and its master stay the same.
+        # The masters are the float32 weights, or this rank's parts of them. `to` below
+        # gives bfloat16 weights memory of their own; float32 ones stay their masters.
         self.masters = [local(param.detach()) for param in self.params]
         if dtype == torch.bfloat16:
             for master in self.masters:
                 master.copy_(within_cell(master))
         for param in model.parameters():
-            if not isinstance(param, DTensor):
+            if not isinstance(param, DTensor):  # FSDP casts its own
                 param.data = param.data.to(dtype)
         for param in self.params:  # bfloat16 would lose the small gradients of a sum
             param.grad_dtype = torch.float32
@@ -989,7 +997,7 @@ def train(config):
                 )
                 if run.stop:
                     break
-        if run.stop:
+        if run.stop:  # so that the exit status is not 0
             raise Error(f"{run.stop} after step {run.step}: --resume {output_dir}")
         if config.eval_every:
             evaluate(run, eval_rows, run.step)
@@ -1469,13 +1477,11 @@ _NUMBER_WORD = r"""(?x) (?:
 """
 
 
-# `read_answer` turns }{ into / and then these into a space, so that 2\frac{1}{2} is
-# 2 1/2, and not 21/2, before it is compared with `_NUMBER`.
-_DECORATION = r"""(?x)
-    \\(?: text | textbf | mathrm | mbox )\b
-    | \\[dt]?frac (?= \{ -?\d+/\d+ \} (?! \w ) )  # of \frac{1/2}, once \frac{1}{2}
-    | \\?[$€£{}()]                                 # money, formulas and brackets
-    | \\[,!;\ ] | \\(?=%)
+_DECORATION = r"""(?x)                             # it becomes a space
+    \\(?: text | textbf | mathrm | mbox )\b         # \text{ miles}
+    | \\[dt]?frac (?= \{ -?\d+/\d+ \} (?! \w ) )  # \frac{1/2}, but not \frac{1/2}x
+    | \\?[$€£{}()]                                 # \$5 and (A)
+    | \\[,!;\ ] | \\(?=%)                          # 80\,000 and 50\%
 """
 
 
@@ -1485,6 +1491,7 @@ def read_answer(text):
     >>> read_answer(r"$\dfrac{1}{2}\text{ Miles}$."), read_answer(r"\text{(A)}")
     (({Fraction(1, 2)}, 'miles'), ({'a'}, ''))
     """
+    # \frac{1}{2} becomes \frac{1/2}, and that " 1/2 ": 2\frac{1}{2} is not 21/2.
     words = text.replace("−", "-").replace("}{", "/")
     words = re.sub(_DECORATION, " ", words)
     words = " ".join(words.casefold().split()).rstrip(" .,;:")
@@ -1643,7 +1650,7 @@ def load_model(name, device, seed):
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
-        # Loading in threads, each of which would keep memory, off.
+        # No loading in threads: each of them keeps memory.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -2002,7 +2009,7 @@ def save(run):
     must give a finite gradient on two tokens."""
     if run.step == run.saved_step or run.optimizer.moved:
         return
-    run.optimizer.gradient_norm()  # takes what an update that failed has left
+    run.optimizer.gradient_norm()  # empties `grad`, if an update has failed midway
     ids = torch.full((1, 2), run.eos_token_ids[0], device=run.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     run.logprobs(run.policy, ids, mask, ids, mask, 1.0).sum().backward()
@@ -2031,14 +2038,14 @@ def write_folder(run, name, with_optimizer=False):
             try:
                 model = copy.deepcopy(run.adapters.cpu()).float().merge_and_unload()
             finally:
-                run.adapters.to(run.device)  # which may have no room for two
+                run.adapters.to(run.device)  # a GPU may not have room for two models
         if with_optimizer:
             file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
             torch.save(run.optimizer.state(), file)
         if RANK == 0:
             model.save_pretrained(folder, state_dict=weights)
             if weights:
-                model.config.dtype = dtype  # not that of the shards
+                model.config.dtype = dtype  # it was written as float32, that of shards
                 model.config.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
             if with_optimizer:
@@ -2137,10 +2144,8 @@ TINY = dict(  # what `--model tiny` changes; whatever the user types wins
 
 
 # What may be typed beside --resume; all else is the run's own.
-RESUMABLE = (
-    "max_steps learning_rate eval_every save_every micro_batch_tokens unsafe_code"
-    " report_to"
-)
+RESUMABLE = """max_steps learning_rate eval_every save_every micro_batch_tokens
+unsafe_code report_to"""
 
 
 def parse_args(argv=None):
