@@ -43,7 +43,7 @@ import dataclasses
 import fcntl
 import functools
 import gc
-import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -633,8 +633,8 @@ def logprobs_of_hidden(hidden, weight, completion_ids, mask, temperature):
     """`logprobs_of_logits` of logits = hidden @ weight.T, which are never in memory."""
     hidden = hidden[mask] / temperature  # (M, H): divides the logits
     chosen = F.embedding(completion_ids[mask], weight)  # (M, H)
-    # In float32, as a sum in bfloat16 would be rounded to 1/16 where it is about 20.
-    logit = torch.einsum("mh,mh->m", hidden.float(), chosen.float())
+    # Rounded to bfloat16 if the others are, as in sampling: else logp could exceed 0.
+    logit = torch.einsum("mh,mh->m", hidden, chosen).float()
     logp = logit - LogNormaliser.apply(hidden, weight)
     return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
@@ -659,15 +659,15 @@ class LogNormaliser(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, log_z = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight)
-        parts = zip(weight.split(ctx.size), grad_weight.split(ctx.size))
-        for words, grad_words in parts:
-            logits = (hidden @ words.t()).float()  # and in the same memory:
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(weight), ctx.size):
+            part = slice(start, start + ctx.size)
+            logits = (hidden @ weight[part].t()).float()  # and in the same memory:
             softmax = logits.sub_(log_z[:, None]).exp_()  # d log_z / d logits
             grad_logits = softmax.mul_(grad[:, None]).to(weight.dtype)  # chain rule
-            grad_hidden += grad_logits @ words
-            if ctx.needs_input_grad[1]:  # not where LoRA freezes it
-                torch.mm(grad_logits.t(), hidden, out=grad_words)
+            grad_hidden += grad_logits @ weight[part]
+            if grad_weight is not None:  # LoRA freezes it
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight
 
 
@@ -901,7 +901,7 @@ class MasterAdamW:
     moves, and the weight is the master, rounded. A float32 weight (FSDP's shards are)
     is its own master. Takes a float32 model and casts it to `dtype`. After the last
     backward of a batch: `norm = optimizer.step(learning_rate, max_grad_norm)`.
-    Needs `local`, `within_cell`, `all_gather`, `WORLD_SIZE`, `DTensor`, `math`,
+    Needs `local`, `within_cell`, `all_gather`, `WORLD_SIZE`, `dist`, `DTensor`, `math`,
     `get_total_norm` and `clip_grads_with_norm_`."""
 
     def __init__(self, model, dtype):
@@ -971,7 +971,7 @@ def within_cell(weight):
     Near 0.02 bfloat16 numbers are 1.2e-4 apart: a master that begins at such a number
     needs 60 steps of 1e-6 before it rounds to another. From a random place it does so
     with a chance of step / 1.2e-4: on average the weight moves as its master does.
-    Zeros, and float32 weights that have lower bits of their own, stay."""
+    Zeros, float32 weights with lower bits of their own and some powers of 2 stay."""
     exponent = torch.frexp(weight).exponent  # bfloat16: 2**(exponent - 8) apart
     near = weight + torch.ldexp(torch.rand_like(weight) - 0.5, exponent - 8)
     return torch.where(near.bfloat16() == weight, near, weight)
@@ -1153,7 +1153,7 @@ def log(run, record):
 
 def read_log(file):
     """The rows of a metrics.jsonl or completions.jsonl."""
-    return [json.loads(line) for line in file.open()]
+    return [json.loads(line) for line in file.open()] if file.exists() else []
 
 
 def conclude(run):
@@ -1627,10 +1627,16 @@ def load_rewards(specs, unsafe_code=False):
     return rewards
 
 
+@functools.cache
 def import_file(path):
     """The module in a file, run once. It may import its neighbours."""
+    name = Path(path).stem
     sys.path.insert(0, str(Path(path).absolute().parent))
-    return importlib.import_module(Path(path).stem)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where pickle looks for it
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_sandbox():
@@ -1976,7 +1982,9 @@ def open_output_dir(config):
             for folder in output_dir.glob("partial-*"):  # of one that was killed
                 shutil.rmtree(folder)
             if not config.resume:
-                if checkpoints(output_dir):
+                metrics = output_dir / "metrics.jsonl"
+                begun = metrics.exists() and '"loss"' in metrics.read_text()
+                if begun or checkpoints(output_dir):
                     raise Error(f"{output_dir} has a run: --resume it, or take another")
                 shutil.rmtree(output_dir / "sft", ignore_errors=True)
                 write_options(config, output_dir)
@@ -2048,6 +2056,7 @@ def write_folder(run, name, with_optimizer=False):
                 model.config.dtype = dtype  # it was written as float32, that of shards
                 model.config.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
+            write_options(run.config, folder)
             if with_optimizer:
                 for log_name in LOGS:
                     shutil.copy(run.output_dir / log_name, folder)
@@ -2079,7 +2088,6 @@ def restore(run):
         run.step = run.saved_step = int(folder.name[11:])
         print0(f"going on from {folder}")
     if RANK == 0:
-        write_options(run.config, run.output_dir)
         for log_name in LOGS:
             text = (folder / log_name).read_text() if folders else ""
             (run.output_dir / log_name).write_text(text)
@@ -2180,7 +2188,8 @@ def parse_args(argv=None):
         if fixed:
             option = min(fixed).replace("_", "-")
             raise Error(f"the run has its own --{option}; may be new: {RESUMABLE}")
-        options = json.loads((folder / "options.json").read_text())
+        newest = [folder, *checkpoints(folder)][-1]
+        options = json.loads((newest / "options.json").read_text())
         typed["output_dir"] = str(folder)
     elif typed.get("model", "tiny") == "tiny":
         options = TINY

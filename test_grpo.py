@@ -5,7 +5,6 @@ float64, then whole runs. `python -m pytest` runs on a CPU, offline."""
 import copy
 import dataclasses
 import functools
-import importlib
 import inspect
 import io
 import json
@@ -654,6 +653,11 @@ def test_logits_in_bfloat16_give_log_probs_in_float32(logprobs):
     found = grpo.logprobs_of_logits(logits, ids, mask, 0.7)
     assert_close(found, expected * mask)
     assert logprobs(model, *batch).dtype == torch.float32
+    weight = torch.randn(40, 8).bfloat16()
+    hidden = 4 * weight[ids]  # of which the logits are rounded, as in sampling
+    found = grpo.logprobs_of_hidden(hidden, weight, ids, mask, 1.0)
+    expected = grpo.logprobs_of_logits(hidden @ weight.t(), ids, mask, 1.0)
+    assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 @cases("frozen", [False, True])
@@ -932,7 +936,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget):
 
 
 def test_micro_batches_are_of_similar_lengths():
-    completions = numbered_rows(torch.tensor([9, 9, 1, 1, 9, 9, 1, 1]))
+    completions = numbered_rows(numbers("9 9 1 1 9 9 1 1"))
     parts = cut(numbered_rows(torch.ones(4)), completions, 40)
     assert [part.batch.mask.shape for part in parts] == [(4, 9), (4, 1)]
 
@@ -984,7 +988,7 @@ def test_masters_begin_at_random_places_in_their_cells():
     """Uniform over the cell, so that a tenth of it moves a tenth of the weights."""
     torch.manual_seed(0)
     weight = (0.02 * torch.randn(100_000)).bfloat16().float()
-    weight[:9] = torch.tensor([0, -0.0, 1, -1, 0.5, 2**-126, 3e38, -256, 1e-40])
+    weight[:9] = numbers("0 -0 1 -1 0.5 1.1754943508e-38 3e38 -256 1e-40")
     weight[:9] = weight[:9].bfloat16()
     masters = grpo.within_cell(weight)
     assert torch.equal(masters.bfloat16().float(), weight)
@@ -1300,6 +1304,10 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, name):
     others = "--learning-rate 1 --eval-every 1 --save-every 1 --micro-batch-tokens 1"
     others += " --unsafe-code --report-to trackio"
     assert grpo.parse_args([*resume, *others.split()]).report_to == "trackio"
+    newer = tmp_path / "checkpoint-10"  # with what was given anew
+    newer.mkdir()
+    (newer / "options.json").write_text('{"model": "x", "beta": 0.25}')
+    assert grpo.parse_args(resume).beta == 0.25
 
 
 # -------------------------------------------------------------------------------- data
@@ -1907,17 +1915,10 @@ def varied(tmp_path):
     return write_varied(tmp_path)
 
 
-def forget():
-    """The imported files of rewards, of which others may have the same name."""
-    for name in "neighbour rewards varied".split():
-        sys.modules.pop(name, None)
-    importlib.invalidate_caches()
-
-
 def train(folder, *options):
-    """A run in this process, as in one of its own -> its training steps."""
+    """A run in this process -> its training steps."""
     words = " ".join(map(str, options)).split()
-    forget()
+    grpo.import_file.cache_clear()  # as in a process of its own
     grpo.train(grpo.parse_args([*words, "--output-dir", str(folder)]))
     return [row for row in metrics_of(folder) if "loss" in row]
 
@@ -1938,7 +1939,8 @@ def forget_modules():
     path = list(sys.path)
     yield
     sys.path[:] = path
-    forget()
+    sys.modules.pop("neighbour", None)
+    grpo.import_file.cache_clear()
 
 
 def start(*options, **how):
@@ -2325,8 +2327,6 @@ def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
     options = SIX_STEPS, varied, "--sft-steps 0 --report-to trackio --max-steps 1"
     train(tmp_path / "run", *options)
     resume(tmp_path / "run", "--max-steps 2")
-    options = ["--resume", f"{tmp_path}/run"]
-    assert grpo.parse_args(options).max_steps == 2  # what was given last
     expected = []
     for start, how in zip(tracker.init.call_args_list, ("never", "allow")):
         config = start.kwargs["config"]
@@ -2378,14 +2378,13 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
 
 
 def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch):
-    norms = [1.0, math.nan, 1.0, math.nan, math.inf, math.nan, math.nan, math.nan]
+    norms = numbers("1 nan 1 nan inf nan nan nan 1 1").tolist()  # the last: saving
     norm = grpo.MasterAdamW.gradient_norm
     monkeypatch.setattr(
         grpo.MasterAdamW, "gradient_norm", lambda self: norms.pop(0) * norm(self)
     )
     with raises(Error, match="five steps in a row"):
         options = "--max-steps 20 --sft-steps 0 --eval-every 0"
-        norms += [1.0, 1.0]  # when it is saved
         train(tmp_path, QUICK, varied, options)
     rows = metrics_of(tmp_path)
     assert [row["skipped"] for row in rows] == [0, 1, 0, 1, 1, 1, 1, 1]
