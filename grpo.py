@@ -269,10 +269,9 @@ def grpo_loss(
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
-    The losses of micro-batches add up if the last three arguments are given, as those
-    of the whole optimizer batch (None: of this call).
-    Needs `clipped_surrogate`, `importance_ratio`, `mean_log_ratio`, `kl_k3` and
-    `masked_mean`."""
+    The losses of micro-batches add up if the last three arguments are given, those of
+    the whole optimizer batch (None: of this call). Needs `clipped_surrogate`,
+    `importance_ratio`, `mean_log_ratio`, `kl_k3` and `masked_mean`."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
     if old_logp is not None:
