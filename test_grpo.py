@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""grpo.py by numbers: worked examples, each function against plain loops in
-float64, then whole runs. `python -m pytest` runs on a CPU, offline."""
+"""grpo.py by numbers: worked examples, each function against plain loops in float64,
+the loss against TRL's, then whole runs. `python -m pytest` runs on a CPU, offline."""
 
+import ast
 import copy
 import dataclasses
 import functools
 import inspect
-import io
 import json
 import math
 import os
+import pickle
 import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import tomllib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +28,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pytest import approx, raises
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.testing import assert_close
@@ -62,16 +59,16 @@ def numbers(text):
     return torch.tensor([float(word) for word in text.split()])
 
 
-def watch(owner, name):
+def watch(monkeypatch, name):
     """Note the arguments of each call of a function in the list returned."""
     calls = []
-    function = getattr(owner, name)
+    function = getattr(grpo, name)
 
     def noting(*args, **options):
         calls.append(args)
         return function(*args, **options)
 
-    setattr(owner, name, noting)
+    monkeypatch.setattr(grpo, name, noting)
     return calls
 
 
@@ -102,8 +99,9 @@ def test_advantages_of_worked_examples(rewards, num_generations, scale, expected
 
 def test_ratio_and_clip_of_worked_examples():
     new, old, advantages, expected = numbers(RATIOS).view(6, 4).t()
-    logps = new.log()[:, None], old.log()[:, None]
-    found = grpo.clipped_surrogate(*logps, advantages)[:, 0]
+    ratio = grpo.importance_ratio(new.log()[:, None], old.log()[:, None])
+    assert_near(ratio[:, 0], numbers("1.8 1.8 0.4 0.4 1.4 1.4"))
+    found = grpo.clipped_surrogate(ratio, advantages)[:, 0]
     assert_close(found, expected, atol=5e-5, rtol=0)
 
 
@@ -140,55 +138,49 @@ broken off in 5 \boxed{4 | None
 #### 18 dollars | 18 dollars
 so 5 #### | 5
 the numbers 3 and then 4. | 4
+14, which is right. | 14
 it costs $80,000.00. | $80,000.00
-that is −5 | −5
-so $10{,}080$ | $10{,}080$
+it costs -$5, | -$5
+that is −5 | -5
+so $10{,}080$ | $10,080
+7-5 | 5
 5-3=2 | 2
 pages 3-5 | 5
 (pages 3–5). | 5
 one half is 1/2 | 1/2
-it is \frac{3}{4} | \frac{3}{4}
-it is $5$ | $5$
-it is \(-\frac{3}{4}\). | -\frac{3}{4}
+it is \(-\frac{3}{4}\). | -3/4
+it is $.5$. | $.5
 **18** | 18
 <answer>18</answer> | 18
 48+24 = <<48+24=72>>72 clips. | 72
-a 50% share | 50%
+a 50% share | 50
+- 3 | 3
 no number at all | None
-5 on 2024-01-07 | 2024-01-07
-5 or ±7 | ±7
-5, then 1.2.3 | 1.2.3
-5 at 10:30. | 10:30
-5 of 3x | 3x
-5 + x^2 | x^2
 so 5↵#### 18↵That is 2 more. | 18
 """
 SAME = r"""
 $80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \frac{1}{2}|0.5; 1/2|0.5
-\dfrac{1}{2}|1/2; \tfrac{2}{4}|1/2; .5|1/2; 50%|0.5; 50\%|50; 0.5|50%; 50%|50\%; -3|−3
-50 percent|50; - 3|-3; +7|7; 7.0|7; x = 5|5; x=5|5; 5 cm|5; 5\text{ cm}|5; \$18|18
-5\,\text{cm}|5; 18 dollars|18; 18 Dollars|18 dollars; -\frac{1}{2}|-0.5; -$5|-5; €5|5
-5 €|5; £1,234.50|2469/2; \frac{-1}{2}|-1/2; 007|7; 2/4|1/2; 0.1|1/10; \(7\)|7; $7$|7
-\text{Yes}|yes; \text{(A)}|A; (B)|B; b|B; (C).|c; New  York|new york; 5 cm|5 CM
-5 months|5; 5 quarts|5; 5 miles|5; 3 million|3 Million; 3/04|0.75; 1/2\%|0.5%
-12,345,678|12345678; \frac{3}{4}\text{ cm}|3/4; 1{,}234{,}567.5|2469135/2; ,5|,5
+\dfrac{1}{2}|1/2; \tfrac{2}{4}|1/2; .5|1/2; 50%|50; 50\%|50; $.5$|0.5; -3|−3; 50\,\%|50
++7|7; 7.0|7; x = 5|5; x=5|5; X = 5|5; \$18|18; $x = 5$|5; -\frac{1}{2}|-0.5; -$5|-5
+€5|5; 5 €|5; £1,234.50|2469/2; \frac{-1}{2}|-1/2; 007|7; 2/4|1/2; 0.1|1/10; \(7\)|7
+$7$|7; \text{Yes}|yes; \text{(A)}|A; (B)|B; b|B; (C).|c; New  York|new york
+\text{18}|18; 12,345,678|12345678; 1{,}234{,}567.5|2469135/2; 3/04|0.75; 5 cm|5 CM
+\frac{1}{2}\%|0.5; 10,\!080|10080; 80\,000|80000; 7 tenths|7 Tenths; yes.|Yes
+x^2|X^2; 1/0|1/0
 """
 DIFFERENT = r"""
-1|11; 5|-5; 80|80000; 1,2|12; 1{,}2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 x|5
-3 million|3; 5 Million|5; 2 dozen|2; 5 dozens|5; 7 tenths|7; 5 squared|5; 5\pi|5
-7, or maybe 8|7; 5 hundredths|5; 5 halves|5; 5 THOUSAND|5; 5 thirds|5; 5 sixteenths|5
-5 sixtieths|5; 5 pi|5; 5 billionths|5; 2024-01-07|7; ±7|7; ±7|-7; 5$3|53; 2*500|2500
-2\frac{1}{2}|21/2; \frac{1}{2}3|1/23; \frac{1}{2}x|1/2; \frac{1}{2}xy|1/2; 3 4|3/4
-50%|0.05; 0.5%|0.05; 0.5%|50%; 50|0.5%; 1%|100; 1/0|1; 1/0|2/0; 1/0|0; 5 cm|5 km
-x=1, y=2|2; 18 or 20|18; 6xy|6; 3 AM|3 PM; 12 and a half|12; 1 2|12; \text{}|0; 5 cm|5%
-(1,2)|(2,1); 5 more than x|5; 10:30|10; 1.2.3|1.2; 5!|5; -|0; A|B; yes|no; 5 20%|5
-2^5|2 5; 3-5|5; --5|5; 1,23|123; 1,2345|12345; 5 cm^2|5; 1, 234|1234; 1 234|1234
+1|11; 5|-5; 80|80000; 1,2|12; 1{,}2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 x|5; -x|x
+3 million|3; 5 Million|5; 2 dozen|2; 7 tenths|7; 5\pi|5; 5 cm|5; 5\text{ cm}|5; 5!|5
+7, or maybe 8|7; 2024-01-07|7; ±7|7; ±7|-7; 5$3|53; 2*500|2500; 2\frac{1}{2}|21/2; 5)|(
+\frac{1}{2}3|1/23; \frac{1}{2}x|1/2; 3 4|3/4; 50%|0.5; 0.5%|0.05; 1%|100; 1/0|1; 1/0|0
+x=1, y=2|2; 18 or 20|18; 3 AM|3 PM; 1 2|12; \text{}|0; (1,2)|(2,1); 10:30|10; 1.2.3|1.2
+-|0; A|B; yes|no; ()|$; .|,; 2^5|2 5; 3-5|5; --5|5; 1,23|123; 1,2345|12345; 1, 234|1234
 """
 MATH_SAME = r"""
 \frac{3}{4}|0.75; 2\sqrt{2}|\sqrt{8}; \{1,2\}|\{2,1\}; (1,2)|(1, 2); [1,2)|[1, 2)
 50\%|0.5; 90^\circ|90; \text{(A)}|A; \text{yes}|Yes; x^2+1|1+x^2; \frac{\pi}{2}|\pi/2
 \begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix} 1 \\ 2 \end{pmatrix}; x=5|5; $18|18
-10,\!080|10080; \frac12|0.5; 2\frac{1}{2}|2.5; Evelyn|\text{evelyn}
+10,\!080|10080; \frac12|0.5; 2\frac{1}{2}|2.5; Evelyn|\text{evelyn}; 5 \text{ cm}|5
 """
 MATH_DIFFERENT = r"""
 \frac{3}{4}|0.74; \{1,2\}|\{1,3\}; (1,2)|(2,1); [1,2)|(1,2); 2\sqrt{2}|\sqrt{2}; A|B
@@ -196,28 +188,11 @@ MATH_DIFFERENT = r"""
 7 tenths|7; 7, or maybe 8|7; \foo|\bar; \frac{|\sqrt{; yes|no; 9^{9^{9}}|7
 """
 HOSTILE_TEXTS = r"""
-\boxed{ | 20_000
-\boxed{\text{ | 20_000
-\boxed{^{\circ | 20_000
-\frac{1 | 30_000
-\frac{1}{ | 30_000
-9 | 100_000
-1, | 50_000
-,111 | 30_000
-1/ | 50_000
-- | 100_000
-( | 100_000
-$\ | 50_000
-x= | 50_000
-3- | 50_000
-< | 100_000
-. | 100_000
-#### | 50_000
-####   | 20_000
-  | 50_000
-<think> | 20_000
-<think></think> | 20_000
-"""
+\boxed{ 20_000; \boxed{\text{ 20_000; \frac{1 30_000
+\frac{1}{ 30_000; 9 100_000; 1, 50_000; ,111 30_000; 1/ 50_000; - 100_000
+( 100_000; $\ 50_000; x= 50_000; < 100_000; . 100_000
+#### 50_000; <think> 20_000; <think></think> 20_000"""
+
 
 FORMATS = r"""
 Q | <think>a</think>b | 1
@@ -241,21 +216,6 @@ def test_extract_answer(text, expected):
     assert str(grpo.extract_answer(text.replace("↵", "\n"))) == expected
 
 
-NUMBER_WORDS = """
-half third quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
-thirteenth thirtieth hundredth thousandth millionth one two three four five six seven
-eight nine ten eleven twelve nineteen twenty thirty forty fifty sixty seventy eighty
-ninety hundred thousand million billion trillion lakh crore bn mn mil dozen pair
-couple score gross squared cubed pi halve
-"""
-
-
-def test_a_number_word_is_no_unit():
-    for word in NUMBER_WORDS.split():
-        for text in (f"5 {word}", f"5 {word}s", f"5 {word.title()}", f"1/2 {word}"):
-            assert not grpo.answers_match(text, text.split()[0])
-
-
 def math_finds_equal(answer, gold):
     return grpo.math_reward([""], ["#### " + answer], [gold]) == [1.0]
 
@@ -276,9 +236,6 @@ def test_equal_answers_and_no_others_are_the_same(answer, gold, equal, verdict):
         assert equal(gold, answer) == verdict
 
 
-ANSWER_REWARDS = [grpo.accuracy_reward, grpo.math_reward]
-
-
 SCORES = r"""
 ["14", "16", "10"] | "14" | None | [1, 0, 0]
 ["5", "6", "7", "5", "5.0"] | "5" | None | [1, 0, 0, 1, 1]
@@ -292,7 +249,7 @@ SCORES = r"""
 """
 
 
-@cases("reward", ANSWER_REWARDS)
+@cases("reward", [grpo.accuracy_reward, grpo.math_reward])
 @cases("texts, gold, finished, expected", values(SCORES))
 def test_rewards_of_answers(reward, texts, gold, finished, expected):
     """Of an unfinished text only a box or a mark counts; any alternative is right."""
@@ -301,16 +258,13 @@ def test_rewards_of_answers(reward, texts, gold, finished, expected):
     assert reward([""] * size, texts, [gold] * size, **columns) == expected
 
 
-def test_math_works_in_threads():
+def test_math_works_in_threads_and_names_the_missing_package(monkeypatch):
     columns = [""], [r"\boxed{\sqrt{8}}"], [r"2\sqrt2"]
     with ThreadPoolExecutor() as pool:
         assert pool.submit(grpo.math_reward, *columns).result() == [1.0]
-
-
-def test_math_names_the_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with raises(ModuleNotFoundError, match="math_verify"):
-        grpo.math_reward([""], ["5"], ["5"])
+        grpo.load_rewards(["math"])
 
 
 NO_ANSWERS = r'[null, true, NaN, "", " ", [], ["1", null], "\\boxed{1", "####", {}]'
@@ -321,31 +275,13 @@ def test_gold_answers_are_marked_or_the_whole_text_or_alternatives():
     golds = grpo.gold_answers([r"so \boxed{\frac12}", 0.5, 0, " a\nb"])
     assert golds == [r"\frac12", "0.5", "0", "a\nb"]
     for unusable in json.loads(NO_ANSWERS):
-        for check in (
-            grpo.gold_answers,
-            functools.partial(grpo.check_answer, by_number=True),
-        ):
-            with raises(ValueError, match="is no answer"):
-                check(unusable)
+        with raises(ValueError, match="is no answer"):
+            grpo.gold_answers(unusable)
 
 
-GOLDS = r"18; \$18; 1/2; \frac{1}{2}; 5\text{ cm}; 50\%; \text{(A)}; New York; 1{,}080"
-LATEX_GOLDS = (
-    r"\foo; 2\sqrt{5}; x^2; a_1; \frac{x}{2}; \frac{\pi}{2}; 90^\circ; \frac12"
-)
-
-
-def test_accuracy_judges_by_numbers_and_words_but_no_other_latex():
-    for gold in GOLDS.split("; "):
-        grpo.check_answer([gold, 7, rf"so \boxed{{{gold}}}"], by_number=True)
-    grpo.check_answer("a \u200bword and 'two' \"quotes\"", by_number=True)
-    for gold in LATEX_GOLDS.split("; "):
-        with raises(Error, match="--reward math"):
-            grpo.check_answer(["7", gold], by_number=True)
-
-
-@cases("piece, count", table(HOSTILE_TEXTS))
-def test_hostile_texts_cost_milliseconds(piece, count):
+@cases("case", re.split("; |\n", HOSTILE_TEXTS.strip()))
+def test_hostile_texts_cost_milliseconds(case):
+    piece, count = case.split()
     text = piece * int(count)
     start = time.process_time()
     for completion in (text, "#### " + text, "\\boxed{" + text + "}" * int(count)):
@@ -436,12 +372,12 @@ def test_loss_gradient_and_metrics_are_those_of_the_loops(variant, high):
 
 @variants
 def test_without_old_log_probs_the_policy_is_the_old_one(variant):
-    logp, _, *others = random_batch()
+    """And gradients flow into the policy's alone."""
+    logp, _, _, *others = random_batch()
+    logp.requires_grad_()
     results = []
-    for old_logp in (None, logp.clone()):
-        loss, metrics = grpo.grpo_loss(
-            logp.requires_grad_(), old_logp, *others, **variant
-        )
+    for old_logp, ref_logp in ((None, 2 * logp.detach()), (logp, 2 * logp)):
+        loss, metrics = grpo.grpo_loss(logp, old_logp, ref_logp, *others, **variant)
         results.append([loss, gradient(loss, logp), metrics])
     assert_close(*results)
     assert metrics["ratio_mean"] == 1 and metrics["clip_fraction"] == 0
@@ -451,40 +387,91 @@ def test_without_old_log_probs_the_policy_is_the_old_one(variant):
 @cases("junk", [math.inf, -math.inf, math.nan, 1e30])
 def test_nothing_under_the_mask_reaches_loss_or_gradient(variant, junk):
     *inputs, mask = random_batch()
-    results = []
-    for fill in (0.0, junk):
-        filled = [x.masked_fill(~mask, fill).requires_grad_() for x in inputs]
-        loss, metrics = grpo.grpo_loss(*filled, mask, **variant)
-        results.append([loss, gradient(loss, filled[0]), metrics])
-    assert_close(*results)
-
-
-@cases("beta", [0.0, 0.1])
-def test_old_and_reference_log_probs_bear_no_gradient(beta):
-    logp, _, _, advantages, mask = random_batch()
-    logp.requires_grad_()
-    grads = []
-    for others in ((None, 2 * logp.detach()), (logp, 2 * logp)):
-        loss, _ = grpo.grpo_loss(logp, *others, advantages, mask, beta=beta)
-        grads.append(gradient(loss, logp)[0])
-    assert torch.equal(*grads) and grads[0].any()
-
-
-@variants
-def test_a_batch_that_is_all_masked_gives_zero(variant):
-    *inputs, mask = random_batch()
-    loss, metrics = grpo.grpo_loss(*inputs, mask & False, **variant)
-    assert loss == 0 and not any(metrics.values())
+    for some in (mask, mask & False):  # of the second all, and the loss is 0
+        results = []
+        for fill in (0.0, junk):
+            filled = [x.masked_fill(~some, fill).requires_grad_() for x in inputs]
+            loss, metrics = grpo.grpo_loss(*filled, some, **variant)
+            results.append([loss, gradient(loss, filled[0]), metrics])
+        assert_close(*results)
+        assert some.any() == (loss != 0) == any(metrics.values())
 
 
 def test_k3_is_an_unbiased_estimate_of_the_divergence():
-    policy, reference = numbers("0.5 0.3 0.2"), numbers("0.2 0.3 0.5")
-    k3 = grpo.kl_k3(policy.log(), reference.log())
-    divergence = (policy * (policy / reference).log()).sum()
-    assert_close((policy * k3).sum(), divergence)
-    assert grpo.kl_k3(*numbers("0.7 0.5").log()).item() == approx(0.050758, abs=1e-6)
-    nearly_equal = grpo.kl_k3(torch.tensor(-1.0), torch.tensor(-1.0001))
-    assert nearly_equal.item() == approx(5e-9, rel=1e-2)
+    policy, reference = numbers("0.5 0.3 0.2").log(), numbers("0.2 0.3 0.5").log()
+    k3 = grpo.kl_k3(policy, reference)
+    divergence = policy.exp() * (policy - reference)
+    assert_close((policy.exp() * k3).sum(), divergence.sum())
+    found = grpo.kl_k3(numbers("-0.356675 -1"), numbers("-0.693147 -1.0001"))
+    assert found.tolist() == approx([0.050758, 5e-9], rel=1e-2)
+
+
+# ------------------------------------------------------------------------- TRL's loss
+
+
+def trl_loss(logp, inputs, loss_type, importance_sampling_level, beta, high):
+    """GRPOTrainer's own method, on a stand-in with the attributes that it reads."""
+    arguments = SimpleNamespace(
+        # By default TRL multiplies the KL by the ratio, also where that is 1.
+        use_bias_correction_kl=False,
+        delta=None,
+        steps_per_generation=1,
+    )
+    trainer = SimpleNamespace(
+        args=arguments,
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        beta=beta,
+        epsilon_low=0.2,
+        epsilon_high=high,
+        max_completion_length=9,
+        current_gradient_accumulation_steps=1,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=False,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        model=mock.Mock(training=True),
+        accelerator=mock.Mock(num_processes=1, reduce=lambda x, reduction: x),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, -logp, None),
+    )
+    trainer.accelerator.gather = lambda x: x
+    trl = pytest.importorskip("trl")
+    return trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+
+
+@variants
+@cases("beta", [0.0, 0.04])
+@cases("moved", [0.0, 0.3])
+@cases("high", [0.2, 0.28])
+@cases("seed", range(8))
+def test_loss_and_gradient_are_those_of_trl(variant, beta, moved, high, seed):
+    torch.manual_seed(seed)
+    logp, noise, ref_logp = torch.randn(3, 8, 7) - 3
+    logp.requires_grad_()
+    mask = torch.arange(7) < torch.randint(1, 8, (8, 1))
+    rewards = torch.rand(8).round(decimals=1)
+    # TRL adds 1e-4 to the standard deviation, this file 1e-8.
+    groups = rewards.view(2, 4)
+    deviations = groups - groups.mean(1, keepdim=True)
+    inputs = dict(
+        prompt_ids=mask.long(),
+        prompt_mask=mask.long(),
+        completion_ids=mask.long(),
+        completion_mask=mask.long(),
+        advantages=(deviations / (groups.std(1, keepdim=True) + 1e-4)).flatten(),
+        old_per_token_logps=logp.detach() + moved * (noise + 3),
+        ref_per_token_logps=ref_logp,
+        num_items_in_batch=mask.sum(),
+    )
+    expected = trl_loss(logp, inputs, **variant, beta=beta, high=high)
+    advantages = grpo.group_advantages(rewards, 4, eps=1e-4)
+    old_logp = inputs["old_per_token_logps"]
+    options = dict(variant, beta=beta, epsilon_high=high, max_completion_length=9)
+    found, _ = grpo.grpo_loss(logp, old_logp, ref_logp, advantages, mask, **options)
+    assert_near(found, expected)
+    assert_near(gradient(found, logp), gradient(expected, logp))
 
 
 # ------------------------------------------------------------------------- advantages
@@ -535,12 +522,14 @@ grpo.group_advantages(torch.zeros(5), 2) | ValueError: .* groups of 2
 grpo.group_advantages(torch.zeros(4), 8) | ValueError: .* groups of 8
 grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3) | ValueError: zip
 grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1, 2]], 2, 3) | ValueError: zip
-encode(["1+1="], RAISING, chat_template="on") | Error: no system.*--chat-template
-encode(["1+1="], RAISING) | Error: no system message.*--chat-template
-encode(["1"], None, max_completion_length=1000) | Error: .*-length leaves no positions
-grpo.choose_paths(tiny_model("rwkv")) | Error: .*padding or later tokens
-grpo.choose_paths(tiny_model("recurrent_gemma")) | Error: .*padding or later tokens
-grpo.choose_paths(tiny_model("bert")) | Error: .*padding or later tokens
+encode(["1"], RAISING, chat_template="on", system_prompt="a") | Error: --chat.*no system
+encode(["1"], None, chat_template="on") | Error: --chat-template: .*not set
+grpo.token_logprobs(tiny_model().train(), *ragged_batch()) | ValueError: not in eval
+grpo.choose_paths(tiny_model("rwkv")) | ValueError: its cache changes
+grpo.choose_paths(tiny_model("recurrent_gemma")) | ValueError: padding or
+grpo.choose_paths(tiny_model("bert")) | ValueError: its cache changes
+grpo.choose_paths(tiny_model("mamba")) | ValueError: its cache changes
+grpo.choose_paths(tiny_model("minimax")) | ValueError: MiniMax.* is not compatible
 """
 
 
@@ -569,17 +558,13 @@ OPTIONS = json.loads("""{
     "original_max_position_embeddings": 16}},
 "cohere": {"logit_scale": 0.25},
 "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-"jamba": {"mamba_dt_rank": 4, "use_mamba_kernels": false, "attn_layer_offset": 1},
-"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+"jamba": {"mamba_dt_rank": 4, "attn_layer_offset": 1},
 "qwen3_5_text": {"linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4,
-    "initializer_range": 0.1},
-"llama4_text": {"floor_scale": 12, "attn_temperature_tuning": true}}""")
-SHARED = ["qwen2", "qwen2 untied", "llama", "gpt2", "mistral", "lfm2", "mamba2"]
-SHARED += ["qwen3_5_text"]
+    "initializer_range": 0.1}}""")
+SHARED = ["qwen2", "qwen2 untied", "llama", "gpt2", "mistral", "lfm2", "qwen3_5_text"]
 OWN_LOGITS = ["gemma2", "cohere", "phi"]  # which are not head(hidden)
-PLAIN = ["jamba"]  # whose layers do not go on from a cache with more than one token
-own_logits = functools.partial(grpo.token_logprobs, own_logits=True)
+APART = ["jamba"]  # whose layers do not go on from a cache with more than one token
 
 
 def tiny_model(kind="qwen2", seed=0, **options):
@@ -591,14 +576,14 @@ def tiny_model(kind="qwen2", seed=0, **options):
 
 
 def ragged_batch(num_generations=3, length=6):
-    """Two left-padded prompts of 5 and 3 tokens, completions of 1 to 6 tokens."""
+    """Two prompts of 5 and 3 tokens, completions of 0 to 6, all with more padding."""
     generator = torch.Generator().manual_seed(0)
-    prompt_ids = torch.randint(2, 40, (2, 5), generator=generator)
-    prompt_mask = torch.arange(5) >= torch.tensor([[0], [2]])
-    shape = 2 * num_generations, 6
-    completion_ids = torch.randint(2, 40, shape, generator=generator)
-    lengths = 6 - torch.arange(2 * num_generations)[:, None] % 6
-    completions = completion_ids, torch.arange(6) < lengths
+    prompt_ids = torch.randint(2, 40, (2, 7), generator=generator)
+    prompt_mask = torch.arange(7) >= torch.tensor([[2], [4]])
+    num_rows = 2 * num_generations
+    completion_ids = torch.randint(2, 40, (num_rows, 8), generator=generator)
+    lengths = (13 - torch.arange(num_rows)[:, None]) % 7
+    completions = completion_ids, torch.arange(8) < lengths
     return prompt_ids, prompt_mask, *(x[:, :length] for x in completions)
 
 
@@ -618,21 +603,24 @@ def slow_logprobs(
     return logp
 
 
-@cases("kind", SHARED + OWN_LOGITS + PLAIN)
+PATHS = [(True, False), (True, True), (False, False), (False, True)]
+paths = cases("path", PATHS)  # prompts are shared, own logits
+
+
+@cases("kind", SHARED + OWN_LOGITS + APART)
 @cases("temperature, length", [(1.0, 6), (0.7, 6), (0.7, 1)])
 def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature, length):
     model, batch = tiny_model(kind), ragged_batch(length=length)
     before = copy.deepcopy(batch)
     weights = torch.randn(6, length)
     params = list(model.parameters())
-    functions = [slow_logprobs, grpo.plain_logprobs]
-    if kind not in PLAIN:
-        functions.append(own_logits)
-    if kind in SHARED:
-        functions.append(grpo.token_logprobs)
     results = []
-    for function in functions:
-        logp = function(model, *batch, temperature)
+    for path in [None, *PATHS]:
+        if path and (path[0] and kind in APART or not path[1] and kind in OWN_LOGITS):
+            continue
+        logp = slow_logprobs(model, *batch, temperature)
+        if path:
+            logp = grpo.token_logprobs(model, *batch, temperature, *path)
         loss = (logp * weights).sum()
         grads = gradient(loss, params, materialize_grads=True)
         results.append([logp, *grads])
@@ -642,42 +630,50 @@ def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature, leng
     assert_close(batch, before)
 
 
-@cases("logprobs", [grpo.plain_logprobs, own_logits])
-def test_logits_in_bfloat16_give_log_probs_in_float32(logprobs):
-    model, batch = tiny_model().bfloat16(), ragged_batch()
-    *_, ids, mask = batch
-    shape = *ids.shape, 40
-    logits = torch.randn(shape).bfloat16()
-    scaled = logits.float() / 0.7
-    expected = scaled.log_softmax(2).gather(2, ids[:, :, None])[:, :, 0]
-    found = grpo.logprobs_of_logits(logits, ids, mask, 0.7)
-    assert_close(found, expected * mask)
-    assert logprobs(model, *batch).dtype == torch.float32
-    weight = torch.randn(40, 8).bfloat16()
-    hidden = 4 * weight[ids]  # of which the logits are rounded, as in sampling
-    found = grpo.logprobs_of_hidden(hidden, weight, ids, mask, 1.0)
-    expected = grpo.logprobs_of_logits(hidden @ weight.t(), ids, mask, 1.0)
-    assert_close(found, expected, atol=1e-3, rtol=0)
+@paths
+def test_log_probs_of_bfloat16_weights_are_float32_of_their_logits(path):
+    """Of the logits as sampling has them: rounded to bfloat16, then divided."""
+    model = tiny_model(hidden_size=64, initializer_range=0.4).bfloat16()
+    prompt_ids, prompt_mask, ids, mask = batch = ragged_batch()
+    found = grpo.token_logprobs(model, *batch, 1.0, *path)
+    assert found.dtype == torch.float32 and found.max() <= 0
+    prompts = prompt_ids.repeat_interleave(3, 0), prompt_mask.repeat_interleave(3, 0)
+    attention_mask = torch.cat([prompts[1], mask], 1)
+    all_ids = torch.cat([prompts[0], ids], 1)
+    logits = grpo.forward(model, all_ids, attention_mask).logits[:, -7:-1].float()
+    expected = logits.log_softmax(2).gather(2, ids[:, :, None])[:, :, 0] * mask
+    assert_close(found, expected, atol=0.15, rtol=0.02)
+    assert (found - expected).mean().abs() < 0.01  # no bias
 
 
-@cases("frozen", [False, True])
-@cases("dtype, tolerance", [(torch.float64, 1e-5), (torch.bfloat16, 0.02)])
-def test_the_normaliser_goes_through_the_vocabulary_in_parts(
-    frozen, dtype, tolerance, monkeypatch
+@cases("dtype, tolerance", [(torch.float64, 5e-5), (torch.bfloat16, 0.03)])
+def test_chunked_log_probs_are_those_of_the_whole_vocabulary(
+    dtype, tolerance, monkeypatch
 ):
     torch.manual_seed(0)
-    weight = (1 + 0.1 * torch.randn(12_800, 6)).to(dtype).requires_grad_(not frozen)
+    weight = (1 + 0.1 * torch.randn(12_800, 6)).to(dtype).requires_grad_()
     hidden = (0.1 * torch.randn(7, 6)).to(dtype).requires_grad_()
-    inputs = [x for x in (hidden, weight) if x.requires_grad]
+    targets = torch.tensor([0, 5, 5, 127, 128, 6000, 12_799])
+    inputs = hidden, weight
     scale = torch.randn(7)
-    log_z = (hidden.double() @ weight.double().t()).logsumexp(1)
-    expected = log_z, *gradient((log_z * scale).sum(), inputs)
+    logits = hidden.double() @ weight.double().t()
+    logp = logits.log_softmax(1)[range(7), targets]
+    expected = logp, *gradient((logp * scale).sum(), inputs)
     for size in (1, 1000, 10**6):  # 200 parts, 100, one
         monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", size)
-        log_z = grpo.LogNormaliser.apply(hidden, weight)
-        found = log_z, *gradient((log_z * scale).sum(), inputs)
+        logp = grpo.ChunkedLogprobs.apply(hidden, weight, targets)
+        found = logp, *gradient((logp * scale).sum(), inputs)
         for x, y in zip(found, expected):
             assert (x - y).norm() < tolerance * y.norm()
+        assert logp.dtype == torch.float32
+
+
+def test_a_token_that_is_certain_has_no_gradient():
+    """The parts of 1 - probability cancel before they are rounded to bfloat16."""
+    weight = torch.eye(64).bfloat16()
+    hidden = (20 * weight[:5]).requires_grad_()
+    logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.arange(5))
+    assert gradient(1.2345 * logp.sum(), hidden)[0].abs().max() < 1e-6
 
 
 class LargestTensor(TorchDispatchMode):
@@ -701,39 +697,18 @@ def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch):
     assert largest.size == 500 * 32
 
 
-def test_padding_changes_nothing():
-    model = tiny_model()
-    prompt_ids, prompt_mask, completion_ids, mask = ragged_batch()
-    pad = torch.nn.functional.pad
-    wide = pad(prompt_ids, (4, 0), value=7), pad(prompt_mask, (4, 0))
-    long = pad(completion_ids, (0, 3), value=9), pad(mask, (0, 3))
-    for logprobs in (grpo.plain_logprobs, grpo.token_logprobs, own_logits):
-        found = logprobs(model, *wide, *long)
-        expected = pad(slow_logprobs(model, *ragged_batch()), (0, 3))
-        assert_near(found, expected)
-    nothing = torch.zeros_like(mask)
-    found = grpo.token_logprobs(model, prompt_ids, prompt_mask, completion_ids, nothing)
-    assert not found.any()
-
-
-@cases("kind", [*SHARED, "phi3", *OWN_LOGITS, *PLAIN, "mamba"])
-def test_models_share_prompts_as_far_as_they_bear_it(kind, capsys):
+@cases("kind", [*SHARED, "phi3", *OWN_LOGITS, *APART])
+def test_models_share_prompts_as_far_as_they_bear_it(kind):
     model = tiny_model(kind)
     if kind == "phi":
         torch.nn.init.normal_(model.lm_head.bias)
-    logprobs, share_prompts, use_cache = grpo.choose_paths(model)
-    assert share_prompts == (kind not in [*PLAIN, "mamba"])
-    assert (logprobs is grpo.token_logprobs) == (kind in [*SHARED, "phi3"])
-    assert (logprobs is grpo.plain_logprobs) == (not share_prompts)
-    assert use_cache == (kind != "mamba")
-    assert capsys.readouterr().out.count("note: ") == (not share_prompts) + (
-        not use_cache
-    )
+    expected = kind not in APART, kind in [*OWN_LOGITS, *APART]
+    assert grpo.choose_paths(model) == expected
 
 
 def test_a_cap_that_small_weights_hide_is_seen():
     model = tiny_model("gemma2", initializer_range=0.02)
-    assert grpo.choose_paths(model)[0] is not grpo.token_logprobs
+    assert grpo.choose_paths(model) == (True, True)
 
 
 class Detached(transformers.DynamicCache):
@@ -747,39 +722,25 @@ class Detached(transformers.DynamicCache):
 
 def test_values_that_agree_are_not_enough(monkeypatch):
     monkeypatch.setattr(grpo, "DynamicCache", Detached)
-    _, share_prompts, use_cache = grpo.choose_paths(tiny_model())
-    assert use_cache and not share_prompts
+    assert grpo.choose_paths(tiny_model()) == (False, True)
 
 
 def test_lengths_at_which_log_probs_change_are_the_limit():
-    for kind, limit in dict(qwen2=64, phi3=16, llama4_text=12).items():
+    for kind, limit in dict(qwen2=64, phi3=16).items():
         assert grpo.max_positions(tiny_model(kind).config) == limit
 
 
 @cases("error", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_fault_of_the_device_is_no_property_of_the_model(error, monkeypatch):
-    def fail(*args):
-        raise error("CUDA error")
-
-    monkeypatch.setattr(grpo, "token_logprobs", fail)
+@cases("function", ["token_logprobs", "generate"])
+def test_a_fault_of_the_device_is_not_the_model(error, function, monkeypatch):
+    monkeypatch.setattr(grpo, function, mock.Mock(side_effect=error("CUDA error")))
     with raises(error):
         grpo.choose_paths(tiny_model())
 
 
 # --------------------------------------------------------------------------- sampling
 
-without_cache = functools.partial(grpo.generate, use_cache=False)
-SAMPLERS = values("""
-"qwen2" | grpo.generate
-"gpt2" | grpo.generate
-"mistral" | grpo.generate
-"gemma2" | grpo.generate
-"lfm2" | grpo.generate
-"jamba" | grpo.generate
-"qwen2" | without_cache
-"mamba" | without_cache
-"minimax" | without_cache
-""")
+kinds = cases("kind", ["qwen2", "gpt2", "mistral", "gemma2", "lfm2", "jamba"])
 HOSTILE = json.loads("""{
 "do_sample": true, "temperature": 0.01, "top_p": 0.1, "top_k": 1,
 "repetition_penalty": 50.0, "min_new_tokens": 5, "no_repeat_ngram_size": 1,
@@ -823,8 +784,8 @@ def test_sample_of_nan_is_a_token():
     assert grpo.sample(torch.full((3, 5), math.nan)).max() < 5
 
 
-@cases("kind, sampler", SAMPLERS)
-def test_samples_come_from_the_policy(kind, sampler):
+@kinds
+def test_samples_come_from_the_policy(kind):
     """The first two tokens against forwards without padding, whatever the model's
     generation config says."""
     model = tiny_model(kind, vocab_size=8, pad_token_id=0)
@@ -832,7 +793,9 @@ def test_samples_come_from_the_policy(kind, sampler):
     model.generation_config = hostile
     prompt_ids, prompt_mask, *_ = ragged_batch()
     prompt_ids = prompt_ids % 8
-    ids = sampler(model, prompt_ids, prompt_mask, 10_000, 2, [1, 5], temperature=1.2)
+    ids = grpo.generate(
+        model, prompt_ids, prompt_mask, 10_000, 2, [1, 5], temperature=1.2
+    )
     assert model.generation_config is hostile
     for b in range(2):
         prompt = prompt_ids[b, prompt_mask[b]]
@@ -847,24 +810,11 @@ def test_samples_come_from_the_policy(kind, sampler):
         )
 
 
-@cases("kind, sampler", SAMPLERS)
-def test_the_whole_vocabulary_is_sampled_from(kind, sampler):
-    """Not transformers' 50 most probable words; a right sampler never fails this."""
-    model = tiny_model(kind, vocab_size=100, initializer_range=0.01)
-    prompt_ids, prompt_mask, *_ = ragged_batch()
-    ids = sampler(model, prompt_ids, prompt_mask, 2000, 1, [1])
-    assert len(ids.unique()) > 90
-
-
-@cases("look_every", [1, 16])
-@cases("kind, sampler", SAMPLERS)
-def test_greedy_completions_are_those_of_transformers_without_padding(
-    kind, sampler, look_every, monkeypatch
-):
-    monkeypatch.setattr(grpo, "LOOK_EVERY", look_every)  # rows may finish in between
+@kinds
+def test_greedy_completions_are_those_of_transformers(kind):
     model, eos = tiny_model(kind), list(range(1, 9))
     prompt_ids, prompt_mask, *_ = ragged_batch()
-    found = sampler(model, prompt_ids, prompt_mask, 1, 12, eos, temperature=0)
+    found = grpo.generate(model, prompt_ids, prompt_mask, 1, 12, eos, temperature=0)
     options = dict(do_sample=False, max_new_tokens=12, pad_token_id=1, eos_token_id=eos)
     for b in range(2):
         prompt = prompt_ids[b, prompt_mask[b]]
@@ -872,15 +822,15 @@ def test_greedy_completions_are_those_of_transformers_without_padding(
         assert found[b].tolist() == expected + [1] * (12 - len(expected))
 
 
-def test_finished_rows_leave_the_batch():
+def test_finished_rows_leave_the_batch(monkeypatch):
     model = tiny_model(use_cache=False)
     prompt_ids, prompt_mask, *_ = ragged_batch()
     torch.manual_seed(0)
-    calls = watch(model.get_input_embeddings(), "forward")
+    calls = watch(monkeypatch, "forward")
     eos = list(range(1, 9))
     ids = grpo.generate(model, prompt_ids, prompt_mask, 50, 60, eos)
     lengths = grpo.completion_mask(ids, eos).sum(1)
-    num_tokens = sum(x.numel() for (x,) in calls)
+    num_tokens = sum(ids.numel() for _, ids, *_ in calls)
     assert num_tokens == prompt_ids.numel() + (lengths - 1).sum()
     assert len(calls) == lengths.max() < 60  # it stops when all have finished
 
@@ -892,7 +842,7 @@ def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(tmp_pat
     tokenizer.eos_token = "z"
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(HOSTILE))
-    model, tokenizer, eos = grpo.load_model(str(tmp_path), torch.device("cpu"), 0)
+    model, tokenizer, eos = grpo.load_model(str(tmp_path), 0)
     assert eos == [tokenizer.convert_tokens_to_ids("z"), 0, 7]
     assert model.dtype == torch.float32
     first, second = (grpo.token_logprobs(model, *ragged_batch()) for _ in range(2))
@@ -908,12 +858,11 @@ def numbered_rows(lengths):
     return torch.arange(len(lengths))[:, None].expand(mask.shape), mask
 
 
-def cut(prompts, completions, budget):
-    run = SimpleNamespace(
-        reference=None, device="cpu", share_prompts=True, micro_batch_tokens=budget
-    )
-    batch = grpo.Batch(*prompts, *completions)
-    return grpo.prepare_parts(run, batch, batch.completion_ids + 1)
+def micro_batches(prompts, completions, budget):
+    config = SimpleNamespace(micro_batch_tokens=budget)
+    run = SimpleNamespace(reference=None, share_prompts=True, config=config)
+    batch = grpo.Batch(*prompts, *completions, advantages=completions[0] + 1)
+    return grpo.micro_batches(run, batch)
 
 
 @cases("budget", [1, 40, 100, 300, 10_000])
@@ -922,249 +871,166 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget):
         torch.manual_seed(seed)
         num_prompts, size = torch.randint(1, 9, (2,)).tolist()
         prompts = numbered_rows(torch.randint(1, 30, (num_prompts,)))
+        prompts = prompts[0], prompts[1].flip(1)  # left-padded
         completions = numbered_rows(torch.randint(1, 30, (num_prompts * size,)))
-        parts = cut(prompts, completions, budget)
-        everything = torch.cat([part.batch.completion_ids[:, 0] for part in parts])
+        parts = micro_batches(prompts, completions, budget)
+        everything = torch.cat([part.completion_ids[:, 0] for part in parts])
         assert sorted(everything.tolist()) == list(range(num_prompts * size))
         assert len(parts) == 1 or budget < 10_000
         for part in parts:
-            prompt_ids, _, ids, mask = part.batch
+            ids, mask = part.completion_ids, part.mask
             assert torch.equal(part.advantages, ids + 1)
-            groups = ids[:, 0].view(len(prompt_ids), -1) // size
-            assert (groups == prompt_ids[:, :1]).all()
-            assert prompt_ids.numel() + mask.numel() <= budget or len(mask) == 1
+            groups = ids[:, 0].view(len(part.prompt_ids), -1) // size
+            assert (groups == part.prompt_ids[:, :1]).all()
+            assert part.prompt_ids.numel() + mask.numel() <= budget or len(mask) == 1
+            assert mask.any(0).all() and part.prompt_mask.any(0).all()  # no padding
 
 
 def test_micro_batches_are_of_similar_lengths():
     completions = numbered_rows(numbers("9 9 1 1 9 9 1 1"))
-    parts = cut(numbered_rows(torch.ones(4)), completions, 40)
-    assert [part.batch.mask.shape for part in parts] == [(4, 9), (4, 1)]
+    parts = micro_batches(numbered_rows(torch.ones(4)), completions, 40)
+    assert [part.mask.shape for part in parts] == [(4, 1), (4, 9)]
+    completions = numbered_rows(numbers("9 1 9 1"))  # of one group
+    parts = micro_batches(numbered_rows(torch.ones(1)), completions, 20)
+    assert [part.mask.shape for part in parts] == [(2, 1), (2, 9)]
 
 
-def test_rows_are_taken_without_columns_of_padding():
-    model, batch = tiny_model(), ragged_batch(4)
-    ids, _ = grpo.pad([[5, 6], [7]], "left", "cpu")  # with a token of the prompt
-    assert ids.tolist() == [[5, 6], [5, 7]]
-    part = grpo.take_part(grpo.Batch(*batch), batch[-1], torch.tensor([[5, 7]]))
-    assert [x.shape for x in part.batch] == [(1, 3), (1, 3), (2, 5), (2, 5)]
-    expected = slow_logprobs(model, *batch)[[5, 7], :5]
-    found = grpo.token_logprobs(model, *part.batch)
-    assert_near(found, expected)
-
-
-@cases("scale", [1e-3, 10.0])
-@cases("max_grad_norm", [1.0, 0.0])
-def test_steps_and_clipping_are_those_of_torch(scale, max_grad_norm):
-    model = tiny_model()
-    other = copy.deepcopy(model)
-    ours = grpo.MasterAdamW(model, torch.float32)
-    theirs = torch.optim.AdamW(other.parameters(), weight_decay=0)
-    for step in range(1, 6):
-        for param, twin in zip(model.parameters(), other.parameters()):
-            param.grad = step * scale * torch.randn(param.shape)
-            twin.grad = param.grad.clone()
-        norm = clip_grad_norm_(other.parameters(), max_grad_norm or math.inf).item()
-        theirs.param_groups[0]["lr"] = 1e-2 / step
-        theirs.step()
-        found = ours.step(1e-2 / step, max_grad_norm)
-        assert found == approx(norm, rel=1e-5)
-        assert_close(model.state_dict(), other.state_dict(), atol=1e-6, rtol=1e-4)
-
-
-def test_a_step_that_is_cut_off_counts_as_one():
-    optimizer = grpo.MasterAdamW(tiny_model(), torch.float32)
-    optimizer.adamw.step = mock.Mock(side_effect=OSError)
-    with raises(OSError):
-        optimizer.step(1e-3, 1.0)
-    assert optimizer.moved  # so that `save` does not take it
-
-
-def bfloat16_copy(model):
-    """What is left of a float32 model that was published in bfloat16."""
-    return copy.deepcopy(model).bfloat16().float()
+def test_padding_is_a_token_that_the_model_computes_with():
+    ids, mask = grpo.pad([[5, 6], [7]], "left")
+    assert ids.tolist() == [[5, 6], [5, 7]] and mask.tolist() == [[1, 1], [0, 1]]
 
 
 def test_masters_begin_at_random_places_in_their_cells():
     """Uniform over the cell, so that a tenth of it moves a tenth of the weights."""
     torch.manual_seed(0)
     weight = (0.02 * torch.randn(100_000)).bfloat16().float()
-    weight[:9] = numbers("0 -0 1 -1 0.5 1.1754943508e-38 3e38 -256 1e-40")
-    weight[:9] = weight[:9].bfloat16()
     masters = grpo.within_cell(weight)
     assert torch.equal(masters.bfloat16().float(), weight)
-    assert torch.equal(masters[:2], weight[:2]) and masters.isfinite().all()
     assert not torch.equal(grpo.within_cell(weight), masters)
-    steps = 2 ** weight[9:].abs().log2().floor() / 128  # to the next bfloat16 number
-    moved = (masters[9:] + 0.1 * steps).bfloat16().float() - weight[9:]
+    steps = 2 ** weight.abs().log2().floor() / 128  # to the next bfloat16 number
+    moved = (masters + 0.1 * steps).bfloat16().double() - weight
     assert moved.min() == 0
-    assert (moved > 0)[weight[9:] > 0].float().mean().item() == approx(0.1, abs=0.005)
-    visible, hidden = moved.double().sum(), 0.1 * steps.double().sum()
-    assert visible.item() == approx(hidden.item(), rel=0.05)
+    assert (moved > 0)[weight > 0].double().mean().item() == approx(0.1, abs=0.005)
+    assert (moved.sum() / steps.double().sum()).item() == approx(0.1, rel=0.05)
+    odd = numbers("0 -0 1 -1 0.5 1.1754943508e-38 3e38 -256 1e-40").bfloat16().float()
+    masters = grpo.within_cell(odd)
+    assert torch.equal(masters.bfloat16().float(), odd) and not masters[:2].any()
     single = torch.randn(1000)  # a float32 checkpoint has lower bits of its own
     assert torch.equal(grpo.within_cell(single), single)
 
 
-def test_masters_of_bfloat16_weights_move_as_float32_ones_do():
+@cases("dtype", [torch.float32, torch.bfloat16])
+@cases("scale, max_grad_norm", [(1e-3, 1.0), (10.0, 1.0), (10.0, 0.0)])
+def test_masters_move_as_float32_weights_of_torch_do(dtype, scale, max_grad_norm):
     """At a learning rate of 1e-6; bfloat16 weights alone would stand still."""
-    half = bfloat16_copy(tiny_model())
-    start = copy.deepcopy(half)
-    ours = grpo.MasterAdamW(half, torch.bfloat16)
-    assert half.dtype == torch.bfloat16
-    for param, first in zip(half.parameters(), start.parameters()):
-        assert torch.equal(param.float(), first)
+    model = tiny_model().bfloat16().float()
+    start = copy.deepcopy(model)
+    ours = grpo.MasterAdamW(model, dtype)
+    for param, first in zip(model.parameters(), start.parameters()):
+        assert torch.equal(param, first.to(dtype))
         assert param.grad_dtype == torch.float32  # in which micro-batches are summed
     single = [master.clone().requires_grad_() for master in ours.masters]
-    theirs = torch.optim.AdamW(single, lr=1e-6, weight_decay=0)
-    for _ in range(40):
-        torch.manual_seed(0)
-        for param, twin in zip(half.parameters(), single):
-            param.grad = torch.randn(param.shape)
-            twin.grad = param.grad.clone()
-        clip_grad_norm_(single, 1.0)
+    theirs = torch.optim.AdamW(single, weight_decay=0)
+    for step in range(1, 41):
+        for param, twin in zip(model.parameters(), single):
+            twin.grad = step * scale * torch.randn(param.shape)
+            param.grad = twin.grad.clone()
+        norm = clip_grad_norm_(single, max_grad_norm or math.inf).item()
+        theirs.param_groups[0]["lr"] = 1e-6 * step
         theirs.step()
-        ours.step(1e-6, 1.0)
-    for param, master, twin in zip(half.parameters(), ours.masters, single):
-        assert_close(master, twin.detach(), atol=1e-9, rtol=1e-7)
-        assert torch.equal(param, master.bfloat16())
+        assert ours.step(1e-6 * step, max_grad_norm) == approx(norm, rel=1e-5)
+    for param, master, twin in zip(model.parameters(), ours.masters, single):
+        assert_close(master, twin.detach(), atol=1e-9, rtol=1e-6)
+        assert torch.equal(param, master.to(dtype))
 
 
 def make_run(model, reference=None, share_prompts=True, **options):
     """A run with this policy; `calls` are those of its log-probs."""
-    calls, config = [], grpo.Config(max_completion_length=6, **options)
-    logprobs = grpo.token_logprobs if share_prompts else grpo.plain_logprobs
-
-    def noting(module, *batch_and_temperature):
-        if module is model:
-            calls.append(batch_and_temperature[:4])
-        return logprobs(module, *batch_and_temperature)
-
+    config = grpo.Config(max_completion_length=6, output_dir="nowhere", **options)
     models = [(x, None, [1]) for x in (model, reference or copy.deepcopy(model))]
     with mock.patch.multiple(
         grpo,
-        choose_paths=lambda model: (noting, share_prompts, True),
+        choose_paths=lambda model: (share_prompts, not share_prompts),
         load_model=mock.Mock(side_effect=models),
     ):
-        run = grpo.load(config, "tiny", grpo.join_ranks(), Path("nowhere"), rewards={})
-    run.calls = calls
-    return run
+        grpo.join_ranks()
+        return grpo.Run(config, "tiny", rewards={})
 
 
-def slow_grads(model, reference, batch, advantages, **options):
-    """Loss, metrics and gradients, without padding and micro-batches."""
-    logp, ref_logp = slow_logprobs(model, *batch, 0.7), None
-    if reference:
-        ref_logp = slow_logprobs(reference, *batch, 0.7).detach()
-    loss, metrics = grpo.grpo_loss(
-        logp, None, ref_logp, advantages, batch[-1], max_completion_length=6, **options
-    )
-    grads = list(gradient(loss, list(model.parameters())))
-    return dict(metrics, loss=loss, grad_norm=get_total_norm(grads)), grads
+def slow_update(model, reference, batch, advantages, config):
+    """Without padding and micro-batches -> metrics, AdamW's first moments."""
+    logps = [slow_logprobs(x, *batch, 0.7).detach() for x in (model, reference)]
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    options = {name: vars(config)[name] for name in LOSS_OPTIONS.split()}
+    metrics = defaultdict(float)
+    for _ in range(config.num_iterations):
+        adamw.zero_grad()
+        logp = slow_logprobs(model, *batch, 0.7)
+        loss, means = grpo.grpo_loss(logp, *logps, advantages, batch[-1], **options)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+        adamw.step()
+        for name, mean in dict(means, loss=loss).items():
+            metrics[name] += mean.item() / config.num_iterations
+    return dict(metrics, grad_norm=norm), moments(adamw)
 
 
-def first_grads(run):
-    """The gradients of the first step: a tenth of them is Adam's first moment."""
-    state = run.optimizer.adamw.state
-    return [10 * state[master]["exp_avg"] for master in run.optimizer.masters]
+SEVERAL = dict(num_iterations=3, epsilon=0.01, epsilon_high=0.03)
+LOSS_OPTIONS = """beta epsilon epsilon_high loss_type importance_sampling_level
+max_completion_length"""
+
+
+def moments(adamw):
+    return [adamw.state[param]["exp_avg"] for param in adamw.param_groups[0]["params"]]
+
+
+UPDATES = values("""
+24 | True | 8 | 8 | dict(beta=0.1)
+30 | False | 8 | 8 | dict(beta=0.1)
+10_000 | True | 8 | 8 | dict(beta=0.1)
+10_000 | True | 3 | 8 | dict(beta=0.1)
+10_000 | True | 3 | 4 | dict(beta=0.0)
+30 | True | 8 | 8 | dict(SEVERAL, beta=0.1)
+30 | True | 3 | 4 | dict(SEVERAL, beta=0.0)
+""")
 
 
 @variants
-@cases("budget, share_prompts", [(24, True), (30, False), (10_000, True)])
-def test_update_takes_the_gradient_of_the_whole_batch_however_it_is_cut(
-    variant, budget, share_prompts
+@cases("budget, share_prompts, num_alive, num_kept, options", UPDATES)
+def test_updates_are_those_of_the_whole_batch(
+    variant, budget, share_prompts, num_alive, num_kept, options, monkeypatch
 ):
+    """Also with groups left out that have no advantage, where that is exact."""
     model, reference = tiny_model(), tiny_model(seed=1)
-    batch, advantages = ragged_batch(4), torch.randn(8, 1).expand(8, 6)
-    options = dict(variant, beta=0.1)
-    expected, grads = slow_grads(model, reference, batch, advantages, **options)
+    batch, advantages = ragged_batch(4), torch.randn(8, 1).repeat(1, 6)
+    advantages[num_alive:] = 0
+    slow = copy.deepcopy(model)
+    options = dict(max_grad_norm=1e9, temperature=0.7) | variant | options
     run = make_run(
-        model,
-        reference,
-        share_prompts,
-        micro_batch_tokens=budget,
-        temperature=0.7,
-        max_grad_norm=1e9,
-        **options,
+        model, reference, share_prompts, micro_batch_tokens=budget, **options
     )
-    metrics = grpo.update(run, grpo.Batch(*batch), advantages, 0.0)
-    assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
+    expected, grads = slow_update(slow, reference, batch, advantages, run.config)
+    calls = watch(monkeypatch, "token_logprobs")
+    batch = grpo.Batch(*batch, advantages)
+    parts = grpo.micro_batches(run, batch)
+    assert sum(len(part.mask) for part in parts) == num_kept
+    metrics = grpo.update(run, batch, 1e-3)
+    for found, grad in zip(moments(run.optimizer.adamw), grads):
+        assert (found - grad).norm() <= 0.01 * grad.norm()
+    assert ("num_iterations" in options) == (metrics["clip_fraction"] > 0.02)
     for name, value in expected.items():
-        assert metrics[name] == approx(value.item(), rel=1e-4, abs=1e-6)
-    for prompt_ids, _, completion_ids, _ in run.calls:
+        if num_kept == 8 or name in ("loss", "grad_norm"):
+            assert metrics[name] == approx(value, rel=1e-3, abs=1e-5)
+    for _, prompt_ids, _, completion_ids, *_ in calls:
         num_prompts = len(prompt_ids if share_prompts else completion_ids)
         num_tokens = num_prompts * prompt_ids.shape[1] + completion_ids.numel()
         assert num_tokens <= budget
 
 
-@cases("level", ["token", "sequence"])
-def test_later_iterations_keep_the_log_probs_of_the_first(level):
-    """Three updates of one rollout, with a clip range so narrow that it matters."""
-    model, reference = tiny_model(), tiny_model(seed=1)
-    batch, advantages = ragged_batch(4), torch.randn(8, 1).expand(8, 6)
-    slow, start = copy.deepcopy(model), copy.deepcopy(model)
-    others = [slow_logprobs(x, *batch).detach() for x in (slow, reference)]
-    options = dict(beta=0.1, epsilon=0.01, epsilon_high=0.03)
-    options["importance_sampling_level"] = level
-    adamw = torch.optim.AdamW(slow.parameters(), lr=1e-3, weight_decay=0)
-    expected = defaultdict(float)
-    for _ in range(3):
-        adamw.zero_grad()
-        logp = slow_logprobs(slow, *batch)
-        loss, means = grpo.grpo_loss(logp, *others, advantages, batch[-1], **options)
-        loss.backward()
-        clip_grad_norm_(slow.parameters(), 0.5)
-        adamw.step()
-        for name, mean in dict(means, loss=loss).items():
-            expected[name] += mean.item() / 3
-    options.update(num_iterations=3, micro_batch_tokens=30, max_grad_norm=0.5)
-    run = make_run(model, reference, **options)
-    metrics = grpo.update(run, grpo.Batch(*batch), advantages, 1e-3)
-    for param, end, first in zip(*(x.parameters() for x in (model, slow, start))):
-        assert (param - end).norm() < 0.02 * (end - first).norm()
-    assert expected["clip_fraction"] > 0.1
-    for name, mean in expected.items():
-        assert metrics[name] == approx(mean, rel=1e-3)
-
-
-@cases("loss_type", ["grpo", "dapo", "dr_grpo"])
-@cases("beta, num_rows", [(0.0, 4), (0.1, 8)])
-def test_groups_without_advantage_are_left_out_where_that_is_exact(
-    beta, num_rows, loss_type
-):
-    model, batch = tiny_model(), ragged_batch(4)
-    advantages = torch.randn(8, 1).expand(8, 6).clone()
-    advantages[:5] = 0  # one group and one completion of the other
-    reference = tiny_model(seed=1) if beta else None
-    options = dict(beta=beta, loss_type=loss_type)
-    _, grads = slow_grads(model, reference, batch, advantages, **options)
-    options.update(temperature=0.7, max_grad_norm=0.0)
-    run = make_run(model, reference, **options)
-    metrics = grpo.update(run, grpo.Batch(*batch), advantages, 0.0)
-    assert_close(first_grads(run), grads, atol=5e-5, rtol=1e-3)
-    assert metrics["ratio_mean"] == approx(1)
-    assert sum(len(x[2]) for x in run.calls) == num_rows
-
-
-def test_a_batch_without_any_advantage_moves_nothing():
-    run = make_run(tiny_model(), beta=0.0)
-    batch = grpo.Batch(*ragged_batch())
-    assert grpo.update(run, batch, torch.zeros(6, 6), 1e-3)["grad_norm"] == 0
-
-
-def test_parts_without_tokens_that_wait_for_other_ranks_add_nothing(monkeypatch):
-    runs = [make_run(tiny_model(), tiny_model(seed=1)) for _ in range(2)]
-    results = []
-
-    def second_rank(x):  # which has the same sums, and in the second run two more parts
-        return [x, x + 2 * len(results) if type(x) is int else x]
-
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
-    monkeypatch.setattr(grpo, "all_gather", second_rank)
-    for run in runs:
-        batch = grpo.Batch(*ragged_batch())
-        metrics = grpo.update(run, batch, torch.ones(6, 6), 1e-3)
-        assert len(run.calls) == 1 + 2 * len(results)
-        results.append([*run.policy.parameters(), torch.tensor([*metrics.values()])])
-    assert_close(*results)
+def test_without_any_advantage_nothing_moves():
+    run = make_run(tiny_model(), beta=0)
+    batch = grpo.Batch(*ragged_batch(), torch.zeros(6, 6))
+    assert grpo.update(run, batch, 1e-3)["grad_norm"] == 0
 
 
 @cases("advantage", [math.inf, math.nan])
@@ -1172,48 +1038,63 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
     model, advantages = tiny_model(), torch.ones(6, 6)
     advantages[0, 0] = advantage
     run = make_run(model)
-    before = copy.deepcopy(run.optimizer.state())
-    batch = grpo.Batch(*ragged_batch())
-    metrics = grpo.update(run, batch, advantages, 1e-3)
+    optimizer = run.optimizer
+    before = copy.deepcopy([optimizer.masters, optimizer.adamw.state_dict()])
+    batch = grpo.Batch(*ragged_batch(), advantages)
+    metrics = grpo.update(run, batch, 1e-3)
     assert metrics["skipped"] == 1 and not math.isfinite(metrics["grad_norm"])
-    assert_close(run.optimizer.state(), before, atol=0, rtol=0)
-    assert run.optimizer.masters[0].grad is None
+    after = [optimizer.masters, optimizer.adamw.state_dict()]
+    assert_close(after, before, atol=0, rtol=0)
+    assert optimizer.masters[0].grad is None
     weight = model.lm_head.weight
     weight.data = weight.data.clone()  # as LoRA's trip to the CPU does when it is saved
-    assert grpo.update(run, batch, torch.ones(6, 6), 1e-3)["skipped"] == 0
-    assert not torch.equal(weight, before["masters"][0])
+    batch.advantages = torch.ones(6, 6)
+    assert grpo.update(run, batch, 1e-3)["skipped"] == 0
+    assert not torch.equal(weight, before[0][0])
 
 
 # ---------------------------------------------------------------------------- pasting
 
 PASTED = """
-completion_mask | grpo.completion_mask(ids, [2])
-group_advantages | grpo.group_advantages(numbers("0 1 2 3"), 2)
-process_advantages | grpo.process_advantages([[1], [0]], [[0], [2]], 2, 4)
-kl_k3 | grpo.kl_k3(logp, ref_logp)
-importance_ratio | grpo.importance_ratio(logp, old_logp, mask, "sequence")
-mean_log_ratio | grpo.mean_log_ratio(logp, mask)
-clipped_surrogate | grpo.clipped_surrogate(logp, old_logp, advantages)
-grpo_loss | grpo.grpo_loss(logp, old_logp, ref_logp, advantages, mask)[0]
-sample | grpo.sample(logp, 0)
-token_logprobs | grpo.token_logprobs(tiny_model(), *ragged_batch())
-plain_logprobs | grpo.plain_logprobs(tiny_model(), *ragged_batch())
-generate | grpo.generate(tiny_model(), *ragged_batch()[:2], 2, 5, [1], 0)
-MasterAdamW | grpo.MasterAdamW(tiny_model(), torch.bfloat16).step(1, 1) or 0
-accuracy_reward | grpo.accuracy_reward([0], ["so 14"], ["14"])
-code_reward | grpo.code_reward([0], ["```\\nx = 1\\n```"], ["assert x"], True)
+completion_mask | torch | grpo.completion_mask(ids, [2])
+group_advantages | torch | grpo.group_advantages(numbers("0 1 2 3"), 2)
+process_advantages | torch | grpo.process_advantages([[1], [0]], [[0], [2]], 2, 4)
+kl_k3 | torch | grpo.kl_k3(logp, ref_logp)
+importance_ratio | torch | grpo.importance_ratio(logp, old_logp, mask, "sequence")
+clipped_surrogate | torch | grpo.clipped_surrogate(logp.exp(), advantages)
+grpo_loss | torch | grpo.grpo_loss(logp, old_logp, ref_logp, advantages, mask)[0]
+sample | torch | grpo.sample(logp, 0)
+token_logprobs | torch F math DynamicCache LOGITS_AT_ONCE | by_copy(grpo.token_logprobs)
+generate | torch F DynamicCache | greedy(grpo.generate)
+accuracy_reward | re Fraction | grpo.accuracy_reward([0], ["so 14"], ["14"])
 """
 
 
-@cases("name, call", table(PASTED))
-def test_a_function_works_alone_with_what_its_docstring_names(name, call):
-    """Constants and what comes from elsewhere are given as they are."""
-    needs = inspect.getdoc(getattr(grpo, name)).partition("Needs ")[2]
-    scope = dict(torch=torch)
-    for needed in [*re.findall(r"`(\w+)`", needs), name]:
-        scope[needed] = getattr(grpo, needed)
-        if getattr(scope[needed], "__module__", "") == "grpo":
-            exec(inspect.getsource(scope[needed]), scope)
+def by_copy(token_logprobs):
+    return token_logprobs(tiny_model(), *ragged_batch())
+
+
+def greedy(generate):
+    return generate(tiny_model(), *ragged_batch()[:2], 2, 5, [1], 0)
+
+
+def paste(name, scope):
+    """Take a function, and what it uses of this file, into another one."""
+    source = inspect.getsource(getattr(grpo, name))
+    for node in ast.walk(ast.parse(source)):
+        used = getattr(node, "id", None)
+        if inspect.getmodule(vars(grpo).get(used)) is grpo and used not in scope:
+            scope[used] = None
+            paste(used, scope)
+    exec(source, scope)
+
+
+@cases("name, needs, call", table(PASTED))
+def test_a_function_works_alone_when_it_is_pasted(name, needs, call):
+    """With the functions of this file that it calls, and what `needs` says."""
+    scope = {word: getattr(grpo, word) for word in needs.split()}
+    scope["NUMBER"] = grpo.NUMBER
+    paste(name, scope)
     batch = logp, old_logp, ref_logp, advantages, mask = random_batch()
     values = dict(globals(), **locals(), ids=torch.tensor([[5, 2, 2]]))
     pasted = dict(values, grpo=SimpleNamespace(**scope))
@@ -1221,55 +1102,20 @@ def test_a_function_works_alone_with_what_its_docstring_names(name, call):
     assert_close(batch, random_batch(), atol=0, rtol=0)  # it leaves its inputs alone
 
 
-# ---------------------------------------------------------------------- random shapes
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.randoms(use_true_random=False), st.sampled_from(VARIANTS))
-def test_functions_of_any_shape_give_finite_numbers(rng, variant):
-    num_prompts, num_generations = rng.randint(1, 4), rng.randint(2, 5)
-    torch.manual_seed(rng.randrange(2**31))
-    shape = num_prompts * num_generations, rng.randint(1, 7)
-    mask = grpo.completion_mask(torch.randint(0, 4, shape), [0, 1])
-    rewards = torch.randint(0, 3, shape[:1]).float()
-    outcome = grpo.group_advantages(rewards, num_generations)
-    ends = [range(n) for n in mask.sum(1)]
-    steps = [torch.rand(len(x)).tolist() for x in ends]
-    process = grpo.process_advantages(steps, ends, num_generations, shape[1])
-    assert not process[~mask].any()
-    logps, advantages = -5 * torch.rand(3, *shape), outcome[:, None] + process
-    loss, metrics = grpo.grpo_loss(*logps, advantages, mask, **variant)
-    assert all(x.isfinite() and x.shape == () for x in (loss, *metrics.values()))
-
-
 # ----------------------------------------------------------------------------- options
 
-WRONG_OPTIONS = """num-generations 1
-max-prompt-length five
-max-completion-length 0
-temperature 0
-temperature nan
-beta -0.1
-epsilon -1
-num-iterations 0
-prompts-per-step 0
-learning-rate nan
-max-grad-norm -1
-max-steps -1
-seed -1
-loss-type ppo
-scale-rewards row
-dtype int8
-chat-template maybe
-max-step 5
-maximum 5"""
+WRONG_OPTIONS = """num-generations 1; max-prompt-length five; max-completion-length 0
+temperature 0; temperature nan; beta -0.1; epsilon -1; num-iterations 0; max-steps -1
+prompts-per-step 0; learning-rate nan; max-grad-norm -1; seed -1; loss-type ppo
+scale-rewards row; dtype int8; chat-template maybe; max-step 5; maximum 5"""
 
 
-@cases("option", WRONG_OPTIONS.splitlines())
+@cases("option", re.split("; |\n", WRONG_OPTIONS))
 def test_wrong_options_are_named(option, capsys):
     with raises((Error, SystemExit)) as stop:
         grpo.parse_args(f"--{option}".split())
-    assert option.split()[0] in f"{stop.value} {capsys.readouterr().err}"
+    message = f"{stop.value} {capsys.readouterr().err}".replace("_", "-")
+    assert option.split()[0] in message
 
 
 def test_what_the_user_types_wins():
@@ -1289,25 +1135,22 @@ def test_help_tells_every_option_in_80_columns(capsys, monkeypatch):
         assert re.search(rf"--{name}( [A-Z].*| {{.*}})?\s+\w", text), name
     assert max(map(len, text.splitlines())) <= 80
     assert ", ".join(grpo.REWARDS) in " ".join(text.split())
+    assert text.startswith("usage: python grpo.py [--option value ...]")
 
 
-@cases("name", ["", "/", "/checkpoint-2", "/checkpoint-2/"])
-def test_a_run_is_resumed_with_its_own_options(tmp_path, name):
+def test_a_run_is_resumed_with_its_own_options(tmp_path):
     (tmp_path / "options.json").write_text('{"model": "x", "beta": 0.5}')
-    resume = ["--resume", f"{tmp_path}{name}"]
+    resume = ["--resume", str(tmp_path)]
     config = grpo.parse_args([*resume, "--max-steps", "2"])
     assert Path(config.output_dir) == tmp_path
     assert (config.model, config.beta, config.max_steps) == ("x", 0.5, 2)
     for word in "--seed --data --eval-data --sft-steps --lora-rank --model".split():
-        with raises(Error, match=f"its own {word};.* max_steps"):
+        with raises(Error, match="its own .*; may be new: max_steps") as stop:
             grpo.parse_args([*resume, word, "1"])
+        assert word[2:].replace("-", "_") in str(stop.value)
     others = "--learning-rate 1 --eval-every 1 --save-every 1 --micro-batch-tokens 1"
-    others += " --unsafe-code --report-to trackio"
+    others += " --report-to trackio"
     assert grpo.parse_args([*resume, *others.split()]).report_to == "trackio"
-    newer = tmp_path / "checkpoint-10"  # with what was given anew
-    newer.mkdir()
-    (newer / "options.json").write_text('{"model": "x", "beta": 0.25}')
-    assert grpo.parse_args(resume).beta == 0.25
 
 
 # -------------------------------------------------------------------------------- data
@@ -1319,10 +1162,9 @@ r'{"problem": "1+1?", "solution": "so \\boxed{2}"}' | "1+1?" | ["2"]
 '{"prompt": "1+1?", "answer": 0}' | "1+1?" | ["0"]
 '{"prompt": "1+1?", "answer": ["2", "two"]}' | "1+1?" | ["2", "two"]
 '{"prompt": "1\u2028?\x85", "answer": "2"}\n\n' | "1\u2028?\x85" | ["2"]
-'\ufeff{"prompt": "1+1?", "answer": "2"}' | "1+1?" | ["2"]
 json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | ["2"]
-'{"prompt": "1+1?", "answer": null, "solution": "2"}' | "1+1?" | ["2"]
-' \n{"prompt": "1+1?", "answer": "2"}\n\t\n' | "1+1?" | ["2"]
+'{"prompt": "1+1?", "solution": "2"}' | "1+1?" | ["2"]
+'\n{"prompt": "1+1?", "answer": "2"}\n\n' | "1+1?" | ["2"]
 """)  # line, prompt, answers
 
 
@@ -1331,7 +1173,7 @@ json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | ["2"]
 def test_data_in_the_usual_forms(tmp_path, name, line, prompt, answers):
     path = tmp_path / name
     path.write_text(line, encoding="utf-8")
-    (row,) = grpo.read_rows(str(path), {"accuracy"})
+    (row,) = grpo.read_rows(str(path), need_answers=True)
     assert row["prompt"] == prompt
     assert grpo.gold_answers(row["answer"]) == answers
 
@@ -1352,58 +1194,46 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": "a", "answer": NaN}
 {"prompt": "", "answer": "1"}
 {"prompt": [], "answer": "1"}
-{"prompt": "\ud800", "answer": "1"}"""
+[{"prompt": "a", "answer": "1"}]"""
 
 
 @cases("line", WRONG_LINES.splitlines())
-@cases("reward", ["accuracy", "math"])
-def test_wrong_lines_are_left_out_and_named(tmp_path, line, reward, capsys):
+def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n\n' + line)
-    assert len(grpo.read_rows(str(path), {reward})) == 1
-    output = capsys.readouterr().out
-    assert "1 lines are left out: " in output and "data.jsonl:3: " in output
-    path.write_text(line)
-    with raises(Error, match="data.jsonl:1: "):
-        grpo.read_rows(str(path), {reward})
+    config = grpo.Config(data=str(path), model="no/such/model")
+    with raises(Error, match="data.jsonl:3: "):
+        grpo.set_up(config)
 
 
-def test_rewards_want_answers_that_they_can_judge(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a", "answer": "2\\\\sqrt{2}"}')
-    assert grpo.read_rows(str(path), {"math"})
-    with raises(Error, match="--reward math"):
-        grpo.read_rows(str(path), {"accuracy"})
-    path.write_text('{"prompt": "a"}')
-    assert grpo.read_rows(str(path), {"format"})
+def test_only_rewards_that_compare_need_answers(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
+    for reward in ("accuracy", "math=2"):
+        assert grpo.needs_answers(grpo.Config(reward=("format", reward)))
+        with raises(Error, match="is no answer"):
+            grpo.read_rows(f"{tmp_path}/data.jsonl", need_answers=True)
+    assert not grpo.needs_answers(grpo.Config(reward=("format",)))
+    assert grpo.read_rows(f"{tmp_path}/data.jsonl", need_answers=False)
 
 
 @cases("size, num_held_out", [(300, 30), (9, 0)])
-def test_held_out_rows_are_any_and_never_trained_on(
-    tmp_path, capsys, size, num_held_out
-):
+def test_held_out_rows_are_any_and_never_trained_on(tmp_path, size, num_held_out):
     data = [dict(prompt=str(i), answer=i) for i in range(size)]
     data[7]["level"] = 5  # other rows lack this column: rewards get None
-    config = grpo.Config(data=f"{tmp_path}/data.jsonl")
+    config = grpo.Config(data=f"{tmp_path}/data.jsonl", output_dir=str(tmp_path))
     Path(config.data).write_text("\n".join(map(json.dumps, data)))
-    _, rows, held_out = grpo.set_up(config, torch.device("cpu"), tmp_path)
+    _, rows, held_out = grpo.set_up(config)
     answers = [row["answer"] for row in held_out + rows]
     assert sorted(answers) == list(range(size)) and len(held_out) == num_held_out
     assert max(answers[:30]) >= size / 2  # by chance: 1 in 10**9
     assert {row.get("level", 0) for row in rows} <= {5, None}
-    assert ("nothing is evaluated" in capsys.readouterr().out) == (not held_out)
 
 
 @cases("model", ["tiny", "other"])
 def test_built_in_sums_have_right_answers(model):
     for row in grpo.arithmetic(model, seed=0):
         task = row["prompt"].removeprefix("Calculate ").rstrip("=.")
-        equation = re.fullmatch(r"Solve for x: (.*) \* x \+ (.*) = (.*)", task)
-        if equation:
-            a, b, c = map(int, equation.groups())
-            assert a * row["answer"] + b == c
-        else:
-            assert row["answer"] == eval(task)
+        assert row["answer"] == eval(task)
 
 
 def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
@@ -1421,7 +1251,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-RAISING = "{{ raise_exception('no system message, please') }}"
+RAISING = "{{ raise_exception('no system') if messages[0].role == 'system' }}"
 TEMPLATES = """
 None | "<eos>" | "auto" | "1+1="
 CHATML | "<eos>" | "auto" | "1+1="
@@ -1458,9 +1288,7 @@ def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
 
 
 @cases("template, eos, option, prompt", values(TEMPLATES))
-def test_a_chat_template_is_used_where_its_end_stops_the_model(
-    template, eos, option, prompt
-):
+def test_a_chat_template_is_used_where_it_ends_in_eos(template, eos, option, prompt):
     (row,) = encode(["1+1="], template, eos, chat_template=option)
     assert row["prompts"] == prompt
 
@@ -1491,7 +1319,7 @@ def test_over_long_and_empty_prompts_are_left_out(capsys):
     options = dict(max_prompt_length=6, prompt_template="q:{question}")
     rows = encode(["1+1=", "10+1="], None, **options)
     assert [row["prompts"] for row in rows] == ["q:1+1="]
-    assert "1 of 2 prompts" in capsys.readouterr().out
+    assert "1 of 2 prompts fit" in capsys.readouterr().out
     assert encode([""], None) == []
     # With 512 more tokens 1000 positions are full.
     assert len(encode(["1" * 488, "1" * 489], None)) == 1
@@ -1531,46 +1359,25 @@ def judges_none(prompts, **columns):
 def each_line(prompts, steps, **columns):
     return [[float("1" in step) for step in row] for row in steps]
 
+def a_tenth(prompts, **columns):
+    return [0.1, 0.0, 0.1, 0.0]
+
+def two_tenths(prompts, **columns):
+    return [0.2, 0.0, 0.2, 0.0]
+
+def the_rest(prompts, **columns):
+    return [0.4, 0.7, 0.4, 0.7]
+
 def too_few(prompts, **columns):
     return [1.0]
-
-def a_number(prompts, **columns):
-    return 1.0
-
-def a_dict(prompts, **columns):
-    return dict.fromkeys(range(4), 1.0)
-
-def a_set(prompts, **columns):
-    return {1.0, 2.0, 3.0, 4.0}
-
-def a_text(prompts, **columns):
-    return "1111"
-
-def numbers_and_lists(prompts, steps, **columns):
-    return [1.0, *[[1.0] * len(row) for row in steps[1:]]]
 
 def not_a_number(prompts, **columns):
     return [float("nan")] * 4
 
-def huge(prompts, **columns):
-    return [10**400] * 4
-
-def words(prompts, **columns):
-    return ["good"] * 4
-
-def raises(prompts, **columns):
-    raise RuntimeError("out of\\ncoffee")
-
-def exits(prompts, **columns):
-    raise SystemExit(0)
-
 def too_many_steps(prompts, **columns):
     return [[1.0, 2.0, 3.0]] * 4
-
-def a_hole(prompts, **columns):
-    return [[None]] * 4
 """
-WRONG_REWARDS = re.findall(r"def (\w+)", MINE)[5:]
+WRONG_REWARDS = re.findall(r"def (\w+)", MINE)[8:]
 
 
 @pytest.fixture
@@ -1580,12 +1387,14 @@ def mine(tmp_path):
     return f"{tmp_path}/mine.py"
 
 
-def score(rewards, texts=("2<eos>", "3<eos>", "2<eos>", "22<eos>"), num_rows=1):
+def score(
+    rewards, texts=("2<eos>", "3<eos>", "2<eos>", "22<eos>"), num_rows=1, eos=(0,)
+):
     """`score_completions` of these completions of 1+1=."""
     tokenizer = grpo.tiny_model(0)[1]
-    ids, mask = grpo.pad([tokenizer.encode(text) for text in texts], "right", "cpu")
+    ids, mask = grpo.pad([tokenizer.encode(text) for text in texts], "right")
     run = SimpleNamespace(
-        tokenizer=tokenizer, rewards=grpo.load_rewards(rewards), eos_token_ids=[0]
+        tokenizer=tokenizer, rewards=grpo.load_rewards(rewards), eos_token_ids=eos
     )
     rows = [dict(prompts="1+1=", answer="2", level=5, completions="2")] * num_rows
     return grpo.score_completions(run, rows, grpo.Batch(ids, mask, ids, mask))
@@ -1593,28 +1402,34 @@ def score(rewards, texts=("2<eos>", "3<eos>", "2<eos>", "22<eos>"), num_rows=1):
 
 def test_a_reward_of_ones_own_sees_copies_of_every_column(mine):
     scores = score([f"{mine}:sees=-2", "accuracy"])
-    assert scores.columns["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
-    assert scores.columns["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
+    assert scores.rewards["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert scores.rewards["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
     assert scores.outcome.tolist() == [0.0, -1.0, 0.0, -2.0]  # the weighted sum
-    assert not any(scores.step_rewards) and all(scores.finished)
+    assert not any(scores.step_rewards) and all(scores.columns["finished"])
     assert score([f"{mine}:a_tensor"]).outcome.tolist() == [0.0, 1.0, 0.5, 0.0]
 
 
 def test_the_end_of_a_text_that_was_cut_off_is_no_answer():
     scores = score(["accuracy"], ["2<eos>", "2", "2 2<eos>", "#### 2"])
-    assert scores.finished == [True, False, True, False]
+    assert scores.columns["finished"] == [True, False, True, False]
     assert scores.outcome.tolist() == [1.0, 0.0, 1.0, 1.0]
+    scores = score(["accuracy"], ["2<eos>", "2<unk>", "2"], eos=(7, 0, 1))
+    assert scores.columns["finished"] == [True, True, False]  # by any EOS
 
 
-def test_a_file_of_rewards_is_imported_once(tmp_path):
-    import pickle
-
-    path = tmp_path / "loads.py"
-    path.write_text(f"open({str(tmp_path / 'log')!r}, 'a').write('x')\n" + MINE[19:])
-    rewards = grpo.load_rewards([f"{path}:sees", f"{path}:a_number"])
-    assert (tmp_path / "log").read_text() == "x"
-    for function, _ in rewards.values():
+def test_rewards_come_from_that_very_file_run_once(tmp_path):
+    """Of any name, also one that another folder has; pickle finds it."""
+    source = f"open({str(tmp_path / 'log')!r}, 'a').write('x')\ndef f(): return %d"
+    for i, name in enumerate(["a/own.py", "b/own.py", "a/math.py", "b/code.py"]):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source % i)
+        ((function, weight),) = grpo.load_rewards([f"{path}:f=0.5"]).values()
+        assert (function(), weight) == (i, 0.5)
         assert pickle.loads(pickle.dumps(function)) is function
+        grpo.load_rewards([f"{path}:f"])
+    assert (tmp_path / "log").read_text() == "x" * 4
+    assert sys.modules["math"] is math
 
 
 def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
@@ -1623,6 +1438,8 @@ def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
     rewards = score([f"{mine}:judges_some"], num_rows=2).outcome
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert not score([f"{mine}:judges_none"]).outcome.any()
+    scores = score([f"{mine}:judges_some"], num_rows=4)  # as an evaluation does
+    assert scores.rewards["rewards/judges_some"].mean() == 0.5
 
 
 LINES = r"""
@@ -1650,22 +1467,29 @@ WEIGHTS = """
 
 
 @cases("weight, step_rewards, step_ends", values(WEIGHTS))
-def test_lists_are_rewards_of_steps_beside_those_of_outcomes(
-    mine, weight, step_rewards, step_ends
-):
+def test_lists_are_rewards_of_steps(mine, weight, step_rewards, step_ends):
     rewards = [f"{mine}:each_line={weight}", "accuracy", "format=0"]
     scores = score(rewards, ["1\n2<eos>", "3<eos>"])
-    assert scores.columns["rewards/each_line"].tolist() == [0.5, 0.0]
-    assert scores.columns["reward"].tolist() == [1 + weight / 2, 0.0]
+    assert scores.rewards["rewards/each_line"].tolist() == [0.5, 0.0]
+    assert scores.rewards["reward"].tolist() == [1 + weight / 2, 0.0]
     assert scores.outcome.tolist() == [1.0, 0.0]
     assert (scores.step_rewards, scores.step_ends) == (step_rewards, step_ends)
 
 
 @cases("name", WRONG_REWARDS)
 def test_a_reward_that_goes_wrong_is_named(mine, name):
-    with raises(Error, match=f"reward {name} failed: .+") as stop:
-        score([f"{mine}:{name}"])
-    assert "\n" not in str(stop.value)
+    for weight in (0, 1):
+        with raises(Error, match=f"reward {name}"):
+            score([f"{mine}:{name}={weight}"])
+
+
+def test_equal_sums_of_rewards_are_equal(mine):
+    """0.1 + 0.2 + 0.4 and 0.7; in float32 they differ, and give advantages of ±0.9."""
+    outcome = score(
+        [f"{mine}:a_tenth", f"{mine}:two_tenths", f"{mine}:the_rest"]
+    ).outcome
+    assert len(set(outcome.tolist())) == 1
+    assert not grpo.group_advantages(outcome, 4).any()
 
 
 WRONG_NAMES = "acuracy accuracy=much {mine}:missing {mine}: missing.py:f ="
@@ -1674,34 +1498,19 @@ WRONG_NAMES = "acuracy accuracy=much {mine}:missing {mine}: missing.py:f ="
 @cases("spec", WRONG_NAMES.split())
 def test_a_reward_that_is_not_there_is_named(mine, spec):
     spec = spec.format(mine=mine)
-    with raises(Error, match=f"--reward {spec}: .*accuracy, math, format"):
+    with raises(Error, match=f"--reward {spec}: "):
         grpo.load_rewards([spec])
+    with raises(Error, match="a name twice"):
+        grpo.load_rewards(["accuracy", "accuracy=2"])
 
 
 # -------------------------------------------------------------- rewards of the README
 
 README_SCORES = """
-"named" | "The Rhine." | dict(word="Rhine") | 1.0
 "short_and_right" | "so 42" | dict(answer="42", completion_ids=[1, 2]) | 0.998
 "short_and_right" | "so 41" | dict(answer="42", completion_ids=[1, 2]) | 0.0
-"language" | "so x = 因此 5" | dict() | 0.6
-"language" | "42" | dict() | None
-"step" | "" | dict(steps=["3+4=7", "7 * 5 = 36", "2+3+4=9"]) | [1.0, 0.0, 0.5]
+"step" | "" | dict(steps=["3+4=7", "so", "2 + 3 = 6, 1+1=2"]) | [1.0, 1.0, 0.0]
 """
-REPLIES = """
-Score: 7 | 0.7
-**Score:** 7.5/10 | 0.75
-<think>Score: 1</think>Score: 7 | 0.7
-Score: 12 | 1.0
-Score: -3 | 0.0
-seven | None
-"""
-NO_REPLIES = r"""<html>busy</html>
-{"error": "overloaded"}
-{"choices": []}
-{"choices": [{"message": {"content": null}}]}
-{"choices": [{"message": {"content": ["Score: 7"]}}]}
-7"""
 
 
 @pytest.fixture
@@ -1709,8 +1518,9 @@ def readme(tmp_path):
     """The module of rewards that the README shows."""
     text = Path(grpo.__file__).with_name("README.md").read_text()
     path = tmp_path / "rewards.py"
-    path.write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
-    return grpo.import_file(path)
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
+    path.write_text(block)
+    return grpo.import_file(str(path))
 
 
 @cases("name, completion, columns, expected", values(README_SCORES))
@@ -1721,91 +1531,37 @@ def test_rewards_of_the_readme(readme, name, completion, columns, expected):
     assert score == approx(expected, abs=1e-5)
 
 
-def reply_of(content):
-    choice = dict(message=dict(content=content))
-    return io.BytesIO(json.dumps(dict(choices=[choice])).encode())
-
-
-def test_the_judge_of_the_readme(readme, monkeypatch):
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    for content, score in table(REPLIES):
-        urlopen = mock.Mock(side_effect=[OSError("busy"), reply_of(content)])
-        monkeypatch.setattr("urllib.request.urlopen", urlopen)
-        assert readme.judge(prompts=["q"], completions=["a"]) == [eval(score)]
-    for line in NO_REPLIES.splitlines():
-        pauses.clear()
-        urlopen = mock.Mock(side_effect=[io.BytesIO(line.encode()) for _ in range(9)])
-        monkeypatch.setattr("urllib.request.urlopen", urlopen)
-        assert readme.judge(prompts=["q"], completions=["a"]) == [None]
-        assert pauses == [1, 4, 15, 60, 0]
-
-
-def test_the_judge_is_asked_in_parallel(readme, monkeypatch):
-    together = threading.Barrier(32, timeout=10)  # breaks if they come one by one
-
-    def urlopen(request, timeout):
-        together.wait()
-        question = json.loads(request.data)["messages"][0]["content"]
-        return reply_of(f"Score: {int(question.split()[0]) % 10}")
-
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    scores = readme.judge(prompts=list(map(str, range(32))), completions=["a"] * 32)
-    assert scores == [i % 10 / 10 for i in range(32)]  # in the order of the questions
-
-
-@cases("template", [None, "{{ messages[-1].content }}<eos>"])
-def test_the_reward_model_of_the_readme(readme, tmp_path, template):
+def test_the_reward_model_of_the_readme(readme, tmp_path):
     _, tokenizer = grpo.tiny_model(0)
-    tokenizer.bos_token, tokenizer.pad_token = "#", None
-    tokenizer.chat_template = template
+    tokenizer.chat_template = "{{ messages[-1].content }}<eos>"
     tokenizer.save_pretrained(tmp_path)
-    torch.manual_seed(0)
     options = SMALL | HEADS | dict(intermediate_size=48, initializer_range=0.5)
     config = transformers.Qwen2Config(vocab_size=47, num_labels=1, **options)
     model = transformers.Qwen2ForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     readme.REWARD_MODEL = str(tmp_path)
-    texts = ["so " * (7 * i % 10) + str(i) for i in range(20)]  # two batches
+    texts = ["so " * (7 * i % 10) + str(i) for i in range(20)]
     expected = []
-    for text in texts:  # the last token's score, without padding
-        ids = tokenizer(text + "<eos>" * bool(template), return_tensors="pt").input_ids
+    for text in texts:  # the last token's score
+        ids = tokenizer(text + "<eos>", return_tensors="pt").input_ids
         hidden = model.model(ids).last_hidden_state
         expected.append(model.score(hidden[:, -1]).item())
-    for _ in range(2):
-        scores = readme.reward_model([""] * 20, texts, messages=[[]] * 20)
-        assert scores == approx(expected, abs=1e-4)
-    assert readme.load_reward_model.cache_info().misses == 1
+    scores = readme.reward_model([""] * 20, texts, messages=[[]] * 20)
+    assert scores == approx(expected, abs=1e-4)
 
-
-# ------------------------------------------------------------------------- code reward
 
 GOOD = "def add(a, b):\n    return a + b\n"
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 BLOCK = f"Here it is:\n```python\n{GOOD}```\nDone."
 COMPLETIONS = r"""
 BLOCK | TESTS | 1.0
-BLOCK | TESTS.splitlines() | 1.0
-BLOCK | ["x = 0", "assert x"] | 0.0
-BLOCK | None | None
-BLOCK | [] | None
 f"```python\nfrom __future__ import annotations\n{GOOD}```" | TESTS | 1.0
 "```python\nx = 1\n```\n" + BLOCK | TESTS | 1.0
 BLOCK + "\n```\n3\n```" | TESTS | 1.0
 BLOCK + "\n```python\nx = 1\n```" | TESTS | 0.0
-f"```\n{GOOD}```" | TESTS | 1.0
-f"  ```Python3\n{GOOD}\n  ```" | TESTS | 1.0
 f"```python\n{GOOD}" | TESTS | 0.0
+BLOCK | "assert add(1, 2) == 4" | 0.0
 """  # the last block counts, but not what the program prints; the last one is cut off
-
-
-def test_code_reward_runs_the_last_block_of_python():
-    completions, tests, expected = map(list, zip(*values(COMPLETIONS)))
-    ((reward, _),) = grpo.load_rewards(["code"], unsafe_code=True).values()
-    found = reward(prompts=completions, completions=completions, tests=tests)
-    assert found == expected
-
-
 BAD_CODE = r"""
 GOOD.replace("+", "-")
 "def add(a, b:\n"
@@ -1816,17 +1572,25 @@ GOOD + "import sys\nfor _ in range(10**6): sys.stdout.write('x' * 10**4)"
 "raise SystemExit(0)"
 "import os; print('passed', flush=True); os._exit(0)"
 "import os\nfor _ in range(7): os.fork()\nos.setsid()\nwhile True: pass"
+"import os; assert 'HOME' not in os.environ; os._exit(0)"
 """
 BWRAP = subprocess.run("bwrap --unshare-all --ro-bind / / true", shell=True)
 needs_bwrap = pytest.mark.skipif(BWRAP.returncode, reason="bubblewrap does not work")
 
 
 @needs_bwrap
+def test_the_code_reward_of_the_readme(readme):
+    completions, tests, expected = map(list, zip(*values(COMPLETIONS)))
+    columns = dict(prompts=completions, completions=completions, tests=tests)
+    assert readme.code(**columns) == expected
+
+
+@needs_bwrap
 @cases("code", [code for (code,) in values(BAD_CODE)])
-def test_code_that_does_not_pass_is_stopped(code):
+def test_code_that_does_not_pass_is_stopped(readme, code):
     start = time.perf_counter()
-    assert grpo.run_tests(GOOD, TESTS)
-    assert not grpo.run_tests(code, TESTS, seconds=1)
+    assert readme.passes(GOOD + TESTS)
+    assert not readme.passes(code + "\n" + TESTS, seconds=1)
     assert time.perf_counter() - start < 10  # 1 second of work, 3 in all
 
 
@@ -1835,41 +1599,20 @@ ESCAPES = {
     "write": "open({file!r}, 'a').close()",
     "process": "import os; os.kill({pid}, 0)",
     "network": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+    "environment": "import os; assert os.environ['HOME']",
 }
 
 
 @needs_bwrap
 @cases("name", ESCAPES)
-def test_code_sees_nothing_of_the_user(tmp_path, name):
+def test_code_sees_nothing_of_the_user(readme, tmp_path, name):
     file = tmp_path / "mine"
     file.write_text("mine")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = ESCAPES[name].format(file=str(file), pid=os.getpid(), port=port)
-        assert grpo.run_tests(code, "", unsafe_code=True)  # it would work
-        assert not grpo.run_tests(code, "")
-
-
-@needs_bwrap
-def test_the_data_cannot_open_the_sandbox(tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    ((reward, _),) = grpo.load_rewards(["code"]).values()
-    block = f"```python\nopen({str(tmp_path / 'mine')!r})\n```"
-    columns = dict(prompts=[""], completions=[block], tests=["pass"])
-    assert reward(**columns, unsafe_code=[True]) == [0.0]
-
-
-def test_code_sees_no_environment(monkeypatch):
-    monkeypatch.setenv("API_KEY", "secret")
-    code = "import os; assert 'API_KEY' not in os.environ"
-    assert grpo.run_tests(code, "", unsafe_code=True)
-
-
-def test_without_bubblewrap_the_code_reward_is_refused(monkeypatch):
-    for command, words in (("no-such-command", "not found"), ("ls --no-such", "ls: ")):
-        monkeypatch.setattr(grpo, "SANDBOX", command)  # it is not there, or not allowed
-        with raises(Error, match=f"{words}.*bubblewrap.*--unsafe-code"):
-            grpo.load_rewards(["code"])
+        exec(code)  # it works here
+        assert not readme.passes(code)
 
 
 # -------------------------------------------------------------------------- whole runs
@@ -1877,19 +1620,19 @@ def test_without_bubblewrap_the_code_reward_is_refused(monkeypatch):
 QUICK = "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 "
 QUICK += "--eval-every 3 --warmup-steps 2"
 VARIED = """
-import gc
 import os
-import torch
+import pickle
+import signal
 calls = []
 
 def varied(prompts, completions, **columns):  # a model without skill gets some
     calls.append(prompts)
     if len(calls) == int(os.environ.get("FAIL_AT", 0)):
-        alone = "RANK" not in os.environ
-        for x in gc.get_objects() if alone else []:  # as an update that fails leaves it
-            if type(x) is torch.nn.Parameter and x.requires_grad:
-                x.grad = torch.full_like(x, torch.nan, dtype=x.grad_dtype)
         raise ValueError("out of coffee")
+    if len(calls) == int(os.environ.get("STOP_AT", 0)):
+        os.kill(os.getpid(), signal.SIGTERM)
+    if "SEEN" in os.environ:
+        print(completions, file=open(os.environ["SEEN"], "a"))
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 """
 SOME = """
@@ -1901,11 +1644,12 @@ skipped completion_length truncated_fraction zero_std_fraction learning_rate num
 rollout_seconds update_seconds step_seconds peak_memory_gb"""
 
 
-NUMBERS = "reward rewards/varied rewards/accuracy advantage finished"
+def vary(text):
+    return sum(map(ord, text)) % 7 / 7
 
 
 def write_varied(folder):
-    """Options for a reward that fails in its call FAIL_AT, if that is set."""
+    """Options for a reward whose call FAIL_AT fails, or STOP_AT gets a signal."""
     Path(folder, "varied.py").write_text(VARIED)
     return f"--reward {folder}/varied.py:varied --reward accuracy"
 
@@ -1980,16 +1724,15 @@ def weights_of(folder):
 
 
 def test_the_main_command_learns(tmp_path):
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}  # which lacks its bars
-    process = start("--output-dir", tmp_path, env=environment)
+    process = start("--output-dir", tmp_path)
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     rewards = [row["reward"] for row in metrics_of(tmp_path) if "reward" in row]
     assert sum(rewards[:5]) / 5 <= 0.45
     assert sum(rewards[-5:]) / 5 >= 0.90
-    evaluation, training = output.splitlines()[-2:]
-    assert evaluation.startswith("greedy held-out reward: 0.")
-    assert training.startswith("reward by step: 0.")
+    assert re.search(r"450 of 450 prompts fit, the first: \['\d+\+\d='\]", output)
+    before, *_, after = re.findall(r"greedy held-out reward (\S+)", output)
+    assert float(before) < 0.5 < 0.7 < float(after)
 
 
 def test_seeded_runs_repeat_bit_for_bit(tmp_path, varied):
@@ -2006,7 +1749,7 @@ def test_a_step_draws_other_numbers_than_the_last(tmp_path, varied):
     options += " --learning-rate 0 --max-steps 2 --eval-every 1"
     train(tmp_path / "run", varied, options)
     rows = metrics_of(tmp_path / "run", "completions.jsonl")
-    texts = [row["completion"] for row in rows]
+    texts = [row["completions"] for row in rows]
     assert len(texts) == 16 and texts[:8] != texts[8:]
 
 
@@ -2023,17 +1766,14 @@ def even(steps, **columns):
 
 
 @cases("scale", ["group", "none"])
-def test_rewards_of_steps_and_outcomes_become_advantages_of_their_tokens(
-    tmp_path, monkeypatch, scale
-):
+def test_rewards_of_steps_become_advantages(tmp_path, monkeypatch, scale):
     (tmp_path / "lists.py").write_text(LISTS)
-    monkeypatch.setattr(grpo, "update", grpo.update)
-    updates = watch(grpo, "update")
+    updates = watch(monkeypatch, "update")
     options = "--reward {0}/lists.py:lists=2 {0}/lists.py:outcome --scale-rewards {1}"
     options += " --sft-steps 0 --max-steps 1 --num-generations 64"
     options += " --max-completion-length 3"
     (row,) = train(tmp_path / "run", QUICK, options.format(tmp_path, scale))
-    ((run, batch, found, _),) = updates
+    ((run, batch, _),) = updates
     rewards, ends = [], []
     for ids, mask in zip(batch.completion_ids, batch.mask):
         steps = grpo.split_steps(run.tokenizer, ids[mask].tolist())
@@ -2042,7 +1782,7 @@ def test_rewards_of_steps_and_outcomes_become_advantages_of_their_tokens(
     expected = grpo.process_advantages(rewards, ends, 64, 3, scale_rewards=scale)
     outcomes = (batch.completion_ids * batch.mask).sum(1) % 7
     outcome = grpo.group_advantages(outcomes.float(), 64, scale)
-    assert_near(found, expected + outcome[:, None])
+    assert_near(batch.advantages, expected + outcome[:, None])
     assert max(map(len, ends)) > 1
     cut_off = batch.completion_ids.all(1)  # EOS is 0, in the last place as well
     assert not batch.mask.all(1).equal(cut_off)
@@ -2052,46 +1792,51 @@ def test_rewards_of_steps_and_outcomes_become_advantages_of_their_tokens(
     assert not row["reward_std"] and row["zero_std_fraction"] < 1  # its steps differ
 
 
-def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path, capsys):
+def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path):
     (tmp_path / "some.py").write_text(SOME)
     options = f"--reward {tmp_path}/some.py:some --beta 0 --max-steps 10"
     train(tmp_path / "run", QUICK, options, "--eval-every 10")
-    assert grpo.NOTHING_TO_LEARN in capsys.readouterr().out
     for row in metrics_of(tmp_path / "run")[1:-1]:
         assert (row["zero_std_fraction"], row["reward_std"], row["loss"]) == (1, 0, 0)
     assert metrics_of(tmp_path / "run")[-1]["eval/reward"] == approx(0.1)
 
 
-def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied):
+def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied, monkeypatch):
     handlers = [*map(signal.getsignal, signal.Signals)]
+    evaluations = watch(monkeypatch, "evaluate")
     options = "--temperature 0.7 --max-completion-length 1 --sft-steps 0"
-    rows = train(tmp_path, QUICK, varied, options)
+    rows = train(tmp_path, QUICK, varied, options, "--eval-every 2")
     assert handlers == [*map(signal.getsignal, signal.Signals)]
     steps = [row["step"] for row in metrics_of(tmp_path)]
-    assert steps == [0, 1, 2, 3, 3]  # evaluated twice
+    assert steps == [0, 1, 2, 2, 3, 3]  # evaluated three times
     assert [row["learning_rate"] for row in rows] == approx([5e-4, 1e-3, 1e-3])
     completions = metrics_of(tmp_path, "completions.jsonl")
-    for row, mine in ((rows[0], completions[:16]), (rows[2], completions[16:])):
-        column = {x: torch.tensor([y[x] for y in mine]) for x in NUMBERS.split()}
-        texts = [x["completion"] for x in mine]
-        varied = torch.tensor([sum(map(ord, text)) % 7 / 7 for text in texts])
-        exact = torch.tensor([float(x["completion"] == str(x["answer"])) for x in mine])
-        total = varied + exact
-        names = "rewards/varied", "rewards/accuracy", "reward"
-        assert_close([column[name] for name in names], [varied, exact, total])
-        expected = grpo.group_advantages(total, 4)
-        assert_close(column["advantage"], expected, atol=1e-5, rtol=0)
-        assert varied.std() > 0.1
-        for name in names:
-            assert row[name] == approx(column[name].mean().item())
-        assert row["reward_std"] == approx(total.view(4, 4).std(1).mean().item())
-        assert row["truncated_fraction"] == approx(1 - sum(column["finished"]) / 16)
+    for row, records in zip(rows[::2], (completions[:16], completions[16:])):
+        for record in records:
+            text = record["completions"]
+            parts = [vary(text), float(text == str(record["answer"]))]
+            found = [record["rewards/varied"], record["rewards/accuracy"]]
+            assert found == approx(parts) and record["reward"] == approx(sum(parts))
+        for name in ("rewards/varied", "rewards/accuracy", "reward", "finished"):
+            column = torch.tensor([float(record[name]) for record in records])
+            if name == "reward":
+                spread = column.view(4, 4).std(1).mean().item()
+                assert row["reward_std"] == approx(spread) and spread > 0.1
+            if name == "finished":
+                name, column = "truncated_fraction", 1 - column
+            assert row[name] == approx(column.mean().item())
     for row in rows:
         assert row["num_tokens"] == approx(16 * row["completion_length"])
         assert row["loss"] == approx(0.04 * row["kl"], abs=1e-6)
     assert rows[2]["kl"] > 1e-4 and rows[0]["skipped"] == 0
-    last = grpo.read_log(tmp_path / "metrics.jsonl")[-2]
-    assert set(METRICS.split()) <= last.keys()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[-2:]
+    last, evaluation = map(json.loads, lines)
+    assert set(METRICS.split()) <= last.keys() and last["peak_memory_gb"] > 0.1
+    run, held_out, _ = evaluations[-1]  # it is greedy
+    prompts = grpo.pad([row["prompt_ids"] for row in held_out], "left")
+    ids = grpo.generate(run.policy, *prompts, 1, 1, [0], temperature=0)
+    scores = list(map(vary, run.tokenizer.batch_decode(ids, skip_special_tokens=True)))
+    assert evaluation["eval/rewards/varied"] == approx(sum(scores) / len(scores))
     with raises(Error, match="has a run"):
         train(tmp_path, QUICK)
 
@@ -2114,8 +1859,25 @@ HEADS = json.loads(
 ARCHITECTURES = values("""
 "gpt2" | dict(n_embd=32, n_layer=2, n_head=2)
 "gemma2" | dict(SMALL, **HEADS)
-"mamba" | dict(SMALL, state_size=4)
+"mistral" | dict(SMALL, **HEADS, sliding_window=5)
 """)
+
+
+@cases("kind, text", [("gemma3", "gemma3_text"), ("llava", "qwen2")])
+@cases("tie", [True, False])
+def test_of_a_model_that_also_sees_the_text_model_is_loaded(tmp_path, kind, text, tie):
+    config = AutoConfig.for_model(
+        kind,
+        text_config=dict(SMALL | HEADS, model_type=text, vocab_size=47),
+        vision_config=dict(SMALL, num_attention_heads=2, image_size=16, patch_size=8),
+        tie_word_embeddings=tie,
+    )
+    whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path)
+    grpo.tiny_model(0)[1].save_pretrained(tmp_path)
+    model, _, _ = grpo.load_model(str(tmp_path), 0)
+    ids = torch.randint(47, (2, 7))
+    assert torch.equal(model(ids).logits, whole(input_ids=ids).logits)
 
 
 def test_a_model_that_fails_before_its_first_step_blocks_no_other(tmp_path, varied):
@@ -2126,10 +1888,10 @@ def test_a_model_that_fails_before_its_first_step_blocks_no_other(tmp_path, vari
     options = dict(rope_parameters=rope, original_max_position_embeddings=16)
     save_model(tmp_path / "phi3", "phi3", **SMALL, **HEADS, **options)
     options = f"--model {tmp_path}/phi3 --prompt-template {{question}} {varied}"
-    options += " --max-steps 0 --data"
+    options += " --max-steps 1 --data"
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 99)
     options += f" {tmp_path}/data.jsonl --max-completion-length"
-    with raises(Error, match="leaves no positions"):
+    with raises(Error, match="only 0 rows"):
         train(tmp_path / "run", options, 16)
     train(tmp_path / "run", options, 12)
 
@@ -2157,71 +1919,49 @@ def test_a_checkpoint_is_a_model_in_the_dtype_that_was_asked_for(tmp_path, varie
     assert tokenizer.decode(tokenizer.encode("12 + 3\n=")) == "12 + 3\n="
 
 
-def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch, capsys):
+def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     row = '{"prompt": "%d+1=", "answer": "0", "solution": "%d%d"}\n'
     data.write_text("".join(row % (i, i, i) for i in range(40)))
     losses, taught = [], set()
 
-    def update(run, batch, advantages, learning_rate, update=grpo.update):
-        for prompt_ids, mask, ids, ended in zip(batch[0], batch[1], batch[2], batch[3]):
+    def update(run, batch, learning_rate, update=grpo.update):
+        tensors = list(vars(batch).values())[:4]
+        for prompt_ids, mask, ids, ended in zip(*tensors):
             i = run.tokenizer.decode(prompt_ids[mask]).removesuffix("+1=")
             taught.add(i + "+1=")
             assert run.tokenizer.decode(ids[ended]) == f"{i}{i}<eos>"
-        assert (advantages == 1).all() and run.config.loss_type == "dapo"
-        logp = slow_logprobs(run.policy, *batch)
-        metrics = update(run, batch, advantages, learning_rate)
-        mean = grpo.masked_mean(logp, batch[3]).item()
+        assert (batch.advantages == 1).all()
+        logp = slow_logprobs(run.policy, *tensors)
+        metrics = update(run, batch, learning_rate)
+        mean = grpo.masked_mean(logp, batch.mask).item()
         assert metrics["entropy"] == approx(-mean, rel=1e-4)
         losses.append(metrics["entropy"])
         return metrics
 
     monkeypatch.setattr(grpo, "update", update)
-    monkeypatch.setattr(grpo, "evaluate", grpo.evaluate)
-    evaluations = watch(grpo, "evaluate")
+    evaluations = watch(monkeypatch, "evaluate")
     options = f"--data {data} --sft-steps 18 --max-steps 0 --temperature 0.7"
     train(tmp_path / "run", QUICK, options)
     assert losses[-1] < losses[0] - 1
     ((_, held_out, _),) = evaluations
     assert len(taught) == 36 and not taught & {row["prompt"] for row in held_out}
-    assert re.search(r"held-out reward: 0\.\d\d\n", capsys.readouterr().out)  # one
 
 
-@cases("start", ["--sft-steps 2", "--sft-steps 0 --model {model}"])
-def test_lora_trains_adapters_alone(tmp_path, varied, start):
+def test_lora_trains_adapters_alone(tmp_path, varied):
     peft = pytest.importorskip("peft")
-    train(tmp_path / "first", QUICK, "--dtype float32")
-    base = tmp_path / "first" / "checkpoint-3"
-    start = start.format(model=base)
-    options = (
-        f"--prompt-template {{question}} --learning-rate 0.01 --dtype float32 {start}"
-    )
-    options += " --max-completion-length 8"
-    train(tmp_path / "run", QUICK, varied, options, "--lora-rank 2")
-    if "model" not in start:
-        base = tmp_path / "run" / "sft"
-    checkpoint = tmp_path / "run" / "checkpoint-3"
+    options = "--learning-rate 0.01 --sft-steps 2 --lora-rank 2"
+    rows = train(tmp_path, QUICK, varied, options)
+    base, checkpoint = tmp_path / "sft", tmp_path / "checkpoint-3"
     before, after = weights_of(base), weights_of(checkpoint)
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert moved and all("proj" in name for name in moved)
     for name in moved:
         assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 2
-    rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
     assert rows[0]["kl"] == approx(0, abs=1e-6) != rows[2]["kl"]
     adapter = checkpoint / "adapter"
     adapted = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
     assert_close(adapted.merge_and_unload().state_dict(), after)
-    # A model that comes with an adapter is its own reference.
-    rows = train(
-        tmp_path / "again", QUICK, varied, options, "--sft-steps 0 --model", adapter
-    )
-    assert rows[0]["kl"] == approx(0, abs=1e-6) != rows[2]["kl"]
-
-
-def test_lora_leaves_out_the_layer_that_peft_refuses():
-    pytest.importorskip("peft")
-    adapters = grpo.add_adapters(tiny_model("mamba2"), 2)
-    assert adapters.peft_config["default"].lora_alpha == 4
 
 
 def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
@@ -2238,7 +1978,7 @@ def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
 # --------------------------------------------------------- resume, and what goes wrong
 
 VARIATIONS = """
-4 | --unsafe-code
+4 | --num-generations 8
 4 | --dtype bfloat16 --num-generations 16 --eval-every 1
 4 | --lora-rank 2 --save-every 2
 4 | --num-iterations 2 --beta 0 --num-generations 16 --eval-every 2
@@ -2248,7 +1988,7 @@ SIX_STEPS = QUICK + " --max-steps 6 --eval-every 0"
 
 
 @cases("fail_at, variation", table(VARIATIONS))
-def test_a_run_that_failed_and_is_resumed_ends_as_if_it_had_not(
+def test_a_failed_run_resumes_bit_for_bit(
     tmp_path, varied, fail_at, variation, monkeypatch
 ):
     if "lora" in variation:
@@ -2256,7 +1996,7 @@ def test_a_run_that_failed_and_is_resumed_ends_as_if_it_had_not(
     options = SIX_STEPS, variation, varied
     train(tmp_path / "whole", *options)
     monkeypatch.setenv("FAIL_AT", fail_at)
-    with raises(Error, match="reward varied failed: .*out of coffee"):
+    with raises(ValueError, match="out of coffee"):
         train(tmp_path / "cut", *options)
     assert bool(saved_steps(tmp_path / "cut")) == (fail_at == "4")
     monkeypatch.delenv("FAIL_AT")
@@ -2281,43 +2021,30 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
         process.kill()
         process.wait()
         words = "--resume", killed
-    (killed / "partial-checkpoint-0").mkdir()
+    (killed / "partial").mkdir()
+    (killed / "partial" / "stale.safetensors").write_text("")
     (killed / "completions.jsonl").write_text("cut off")
     resume(killed, "--max-steps 32")
     assert end_of(killed) == end_of(tmp_path / "whole")
-    assert not list(killed.glob("partial-*"))
+    assert not (killed / "partial").exists()
 
 
-@cases("num_updates, saved", [(2, [1]), (3, [])])
-def test_weights_between_two_updates_of_a_rollout_are_not_saved(
-    tmp_path, varied, monkeypatch, num_updates, saved
-):
-    errors = [*[1.0] * num_updates, OSError("out of tea"), 1.0, 1.0]
-    norm = mock.Mock(side_effect=errors, return_value=0.0)
-    monkeypatch.setattr(grpo.MasterAdamW, "gradient_norm", norm)
+def test_half_a_step_is_not_saved(tmp_path, varied, monkeypatch):
+    step = grpo.MasterAdamW.step
+    steps = [step, step, step, mock.Mock(side_effect=OSError("out of tea"))]
+    monkeypatch.setattr(grpo.MasterAdamW, "step", lambda *args: steps.pop(0)(*args))
     with raises(OSError, match="out of tea"):
         train(tmp_path, SIX_STEPS, varied, "--sft-steps 0 --num-iterations 2")
-    assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == saved
+    assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == []
 
 
-@cases("error", [OSError, RuntimeError])
-def test_a_full_disk_is_one_line_and_the_checkpoint_before_stays(
-    tmp_path, varied, monkeypatch, error
-):
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, varied, monkeypatch):
     options = SIX_STEPS, varied, "--sft-steps 0 --save-every 1 --max-steps"
     train(tmp_path, *options, 1)
-    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=error("no\nspace left")))
-    with raises(Error, match=f"{tmp_path}/.*checkpoint-2.*: no space left"):
+    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=OSError("no space left")))
+    with raises(OSError, match="no space left"):
         resume(tmp_path, "--max-steps 2")
     assert saved_steps(tmp_path) == [1]
-
-
-def test_a_folder_in_which_another_process_works_is_refused(tmp_path):
-    config = grpo.Config(output_dir=str(tmp_path))
-    for _ in range(2):  # it is free again
-        with grpo.open_output_dir(config):
-            with raises(Error, match=f"another process.*{tmp_path}"):
-                grpo.open_output_dir(config).__enter__()
 
 
 def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
@@ -2333,7 +2060,7 @@ def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
         assert config["report_to"] == "trackio"
         start = dict(project="grpo", name="run", config=config, resume=how)
         expected += [mock.call.init(**start), mock.ANY, mock.call.finish()]
-    rows = grpo.read_log(tmp_path / "run" / "metrics.jsonl")
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
     for i, metrics in enumerate(rows):
         expected[3 * i + 1] = mock.call.log(metrics, step=metrics.pop("step"))
     assert tracker.mock_calls == expected
@@ -2358,31 +2085,26 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW + "    time.sleep(60)")
     options = f"{QUICK} --eval-every 0 --reward {tmp_path}/slow.py:slow"
     process = start(options, "--output-dir", tmp_path)
-    for pipe, word in ((process.stdout, "asked"), (process.stderr, "SIGTERM")):
+    for pipe, word in ((process.stdout, "asked"), (process.stderr, "finishing")):
         while word not in pipe.readline() and process.poll() is None:
             pass
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == -signal.SIGTERM
 
 
-def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
-    tmp_path, varied, capsys
-):
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(tmp_path, varied):
     train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
-    with raises(Error, match="step 5 .* not saved.* of step 4$"):
+    with raises(Error, match="step 5 .*not saved.* of step 4$"):
         resume(tmp_path, "--max-steps 20 --learning-rate 1e30")
     assert saved_steps(tmp_path) == [4]
     resume(tmp_path, "--max-steps 20 --learning-rate 1e-3")
     assert saved_steps(tmp_path) == [20]
-    assert grpo.NOTHING_TO_LEARN not in capsys.readouterr().out
 
 
 def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch):
-    norms = numbers("1 nan 1 nan inf nan nan nan 1 1").tolist()  # the last: saving
-    norm = grpo.MasterAdamW.gradient_norm
-    monkeypatch.setattr(
-        grpo.MasterAdamW, "gradient_norm", lambda self: norms.pop(0) * norm(self)
-    )
+    norms = numbers("1 nan 1 nan inf nan nan nan 1").tolist()  # the last: saving
+    norm = grpo.get_total_norm
+    monkeypatch.setattr(grpo, "get_total_norm", lambda x: norms.pop(0) * norm(x))
     with raises(Error, match="five steps in a row"):
         options = "--max-steps 20 --sft-steps 0 --eval-every 0"
         train(tmp_path, QUICK, varied, options)
@@ -2394,23 +2116,22 @@ def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch
 
 MISTAKES = """--model no/such/folder | no/such/folder
 --data missing.jsonl | missing.jsonl
---data {folder}/latin-1.jsonl | 0xe9
 --eval-data missing.jsonl | missing.jsonl
 --reward nonsense | --reward nonsense
---beta nan | --beta
+--beta nan | beta
 --output-dir /proc/nowhere | /proc/nowhere
---data {folder}/array.json | one object a line
---data {folder}/empty.jsonl | empty.jsonl: no rows
---data {folder}/latin-1.jsonl | latin-1.jsonl
+--data {folder}/array.json | array.json:1
+--data {folder}/empty.jsonl | only 0 rows
+--data {folder}/latin-1.jsonl | latin-1.jsonl:1
 --resume {folder}/none | options.json
---resume {folder} --model no/such/folder | its own --model
---learning-rate inf | --learning-rate
+--resume {folder} --model no/such/folder | its own model
+--learning-rate inf | learning_rate
 --reward accuracy =0.2 | --reward =0.2
 --prompt-template 1+1= | {{question}}
 --chat-template on | --chat-template
 --prompts-per-step 5000 | prompts-per-step
 --max-prompt-length 2 | only 0 rows
---max-completion-length 40000 | positions
+--max-completion-length 40000 | only 0 rows
 --data {folder}/no-answers.jsonl --reward format --sft-steps 1 | only 0 rows"""
 
 
@@ -2433,14 +2154,6 @@ def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     assert (tmp_path / "options.json").read_text() == "{}"  # as it was
 
 
-def test_the_header_names_the_packages_of_requirements_txt():
-    source = Path(grpo.__file__).read_text()
-    (block,) = re.findall(r"# /// script\n(.*?)# ///", source, re.DOTALL)
-    metadata = tomllib.loads(block.replace("# ", ""))
-    requirements = Path(grpo.__file__).with_name("requirements.txt").read_text()
-    assert metadata["dependencies"] == requirements.split()
-
-
 # ------------------------------------------------------------------- several processes
 
 GRADIENTS = values("""
@@ -2456,8 +2169,7 @@ LENGTHS = json.loads("[[6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]]")
 
 def gradients(share_prompts, options):
     """The entropy and those of an update on 4 prompts, of which this has its part."""
-    device = grpo.join_ranks()
-    models = [grpo.tiny_model(seed)[0].to(device) for seed in (0, 1)]
+    models = [grpo.tiny_model(seed)[0].eval() for seed in (0, 1)]
     run = make_run(*models, share_prompts, micro_batch_tokens=20, **options)
     prompts, completions, advantages = [], [], []
     for i in range(grpo.RANK, 4, grpo.WORLD_SIZE):
@@ -2466,38 +2178,37 @@ def gradients(share_prompts, options):
         for length in LENGTHS[i]:
             completions.append(rng.choices(range(2, 47), k=length))
             advantages.append(rng.gauss())
-    prompts = grpo.pad(prompts, "left", run.device)
-    completions = grpo.pad(completions, "right", run.device)
-    batch = grpo.Batch(*prompts, *completions)
-    advantages = torch.tensor(advantages)[:, None].expand(batch.mask.shape)
-    norm = run.optimizer.gradient_norm
+    batch = grpo.Batch(*grpo.pad(prompts, "left"), *grpo.pad(completions, "right"))
+    batch.advantages = torch.tensor(advantages)[:, None].expand(batch.mask.shape)
+    step = run.optimizer.step
     grads = []
 
-    def noting():
+    def noting(*args):
         for param in run.optimizer.params:
             grads.append(getattr(param.grad, "full_tensor", param.grad.clone)())
-        return norm()
+        return step(*args)
 
-    run.optimizer.gradient_norm = noting
-    metrics = grpo.update(run, batch, advantages, 1e-3)
+    run.optimizer.step = noting
+    metrics = grpo.update(run, batch, 1e-3)
     assert metrics["grad_norm"] == approx(get_total_norm(grads).item(), rel=1e-5)
-    means = grpo.average(dict(entropy=metrics["entropy"], kl=metrics["kl"]))
-    return [torch.tensor([*means.values()]), *grads]
+    sums = [sum(grpo.all_gather(metrics[name])) for name in ("entropy", "kl")]
+    return [torch.tensor(sums) / grpo.WORLD_SIZE, *grads]
 
 
 def on_each_rank(folder):
-    """What torchrun runs twice: gradients, a run, one that fails and is resumed."""
+    """What torchrun runs twice: gradients, a run, one that a signal to the second rank
+    ends and that is resumed."""
     found = [gradients(*case) for case in GRADIENTS]
     torch.save(found, f"{folder}/gradients{grpo.RANK}.pt")
+    os.environ["SEEN"] = f"{folder}/seen{grpo.RANK}"
     options = SIX_STEPS, write_varied(folder), "--dtype bfloat16"
+    options = *options, f"--data {folder}/data.jsonl --prompts-per-step 2"
     train(f"{folder}/whole", *options)
     if grpo.RANK == 1:
-        os.environ["FAIL_AT"] = "4"
-    try:
+        os.environ["STOP_AT"] = "3"
+    with raises(Error, match="SIGTERM after step 3: --resume"):
         train(f"{folder}/cut", *options)
-    except Error as error:
-        Path(folder, f"error{grpo.RANK}").write_text(str(error))
-    os.environ.pop("FAIL_AT", None)
+    os.environ.pop("STOP_AT", None)
     sys.argv = ["grpo.py", "--resume", f"{folder}/cut"]
     grpo.main()
 
@@ -2505,6 +2216,8 @@ def on_each_rank(folder):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
+    row = '{"prompt": "1+1=", "answer": 2, "solution": "1234"}\n'
+    (folder / "data.jsonl").write_text(9 * row)
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     command = [sys.executable, *command, __file__, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -2524,9 +2237,13 @@ def test_two_ranks_take_the_gradient_of_one_process(two_ranks):
             assert_close(parts, expected, atol=1e-6, rtol=1e-4)
 
 
-def test_a_reward_that_fails_on_one_rank_ends_all_and_resuming_loses_nothing(two_ranks):
-    for rank in (0, 1):
-        assert "out of coffee" in (two_ranks / f"error{rank}").read_text()
+def test_two_ranks_draw_different_samples(two_ranks):
+    """All rows are the same."""
+    seen = [(two_ranks / f"seen{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert seen[0][0] != seen[1][0] and len(seen[0]) == len(seen[1])
+
+
+def test_a_signal_to_one_rank_ends_all_and_resuming_loses_nothing(two_ranks):
     assert end_of(two_ranks / "cut") == end_of(two_ranks / "whole")
     folder = two_ranks / "cut" / "checkpoint-6"
     assert b"F32" not in (folder / "model.safetensors").read_bytes()
@@ -2535,11 +2252,11 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_resuming_loses_nothing(two
     assert config.architectures == ["Qwen2ForCausalLM"]
     rows = metrics_of(two_ranks / "whole")
     assert len(rows) == 6
-    assert all(row["num_tokens"] == 16 * row["completion_length"] for row in rows)
+    assert all(row["num_tokens"] == 8 * row["completion_length"] for row in rows)
 
 
 def test_another_number_of_processes_cannot_resume(two_ranks):
-    with raises(Error, match="number of processes"):
+    with raises(FileNotFoundError, match="optimizer-0-of-1"):
         resume(two_ranks / "whole")
     assert metrics_of(two_ranks / "whole")
 
