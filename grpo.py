@@ -60,7 +60,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = "bfloat16" if ON_GPU else "float32"
-LOGITS_AT_ONCE = 2**25 if ON_GPU else 2**19  # in `ChunkedLogprobs`; fits a CPU's cache
+LOGITS_AT_ONCE = 2**25 if ON_GPU else 2**17  # in `ChunkedLogprobs`; fits a CPU's cache
 
 
 class Error(Exception):
