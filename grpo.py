@@ -318,7 +318,7 @@ class Run:
             self.adapters = peft.get_peft_model(model, lora)  # puts them into the model
         self.policy = model  # the model that samples and learns
         self.dtype = getattr(torch, config.dtype)
-        shard(model, self.dtype, reshard=False)
+        shard(model, self.dtype, reshard=False)  # among several processes
         self.optimizer = MasterAdamW(model, self.dtype)
         self.reference = None  # the model that the policy is held to; None: no KL
         if config.beta and config.lora_rank:
@@ -499,7 +499,7 @@ def last_outputs(model, ids, attention_mask, cache, keep, own_logits):
 
     def take(layer, inputs):
         hidden.append(inputs[0])
-        return inputs[0][:, :0]  # no tokens, so that the output layer computes nothing
+        return inputs[0][:, :0]  # no tokens: the output layer makes no logits
 
     with model.get_output_embeddings().register_forward_pre_hook(take):
         forward(model, ids, attention_mask, cache, logits_to_keep=keep)
@@ -531,7 +531,7 @@ def token_logprobs(
     num_generations = num_rows // len(prompt_ids)
     prompt_of = torch.arange(num_rows, device=mask.device) // num_generations
     # The last token predicts nothing. Of the others two or more run, by padding: one
-    # alone would be decoding, for which recurrent layers have no backward pass.
+    # alone would be decoding, for which recurrent layers (Mamba) cannot do backward.
     inputs = F.pad(completion_ids[:, :-1], (0, max(0, 3 - length)))
     keep = inputs.shape[1]
     # No token sees padding behind it, so the mask may be True there.
@@ -543,8 +543,8 @@ def token_logprobs(
         # Recurrent layers would write over the prompt's states, which backward needs.
         cache.update_recurrent_state = lambda state, *args, **options: state
         later = last_outputs(model, inputs, attention_mask, cache, keep, own_logits)
-        # A prompt's last output predicts the first token of each of its completions. In
-        # backward a weight's gradient is whole once both passes have given their part.
+        # A prompt's last output predicts the first token of each of its completions.
+        # One backward pass goes through both: only then is a weight's gradient whole.
         outputs = torch.cat([first[prompt_of], later], 1)
     else:
         ids = torch.cat([prompt_ids[prompt_of], inputs], 1)
@@ -745,7 +745,7 @@ def micro_batches(run, batch):
     rows = rows[lengths[rows[:, -1]].argsort()]
     if run.reference is None:  # a group whose advantages are all 0 has no gradient
         moves = batch.advantages[rows].flatten(1).any(1)  # (B,)
-        rows = rows[moves] if moves.any() else rows[:1]  # one at least, for other ranks
+        rows = rows[moves] if moves.any() else rows[:1]  # one: each rank has a pass
     parts = cut(run, batch, rows)
     # Each pass takes all ranks (FSDP). Those with fewer parts repeat one, all masked.
     nothing = torch.zeros_like(parts[0].mask)
@@ -771,7 +771,7 @@ def cut(run, batch, rows):
     num_prompts = len(prompts) if run.share_prompts else len(flat)
     num_tokens = num_prompts * prompt_length + len(flat) * length
     if num_tokens > run.config.micro_batch_tokens and len(flat) > 1:
-        half, other_half = rows.tensor_split(2, dim=int(len(rows) == 1))
+        half, other_half = rows.tensor_split(2, dim=0 if len(rows) > 1 else 1)
         return cut(run, batch, half) + cut(run, batch, other_half)
     part = Batch(
         batch.prompt_ids[prompts, -prompt_length:],
@@ -796,7 +796,7 @@ class MasterAdamW:
 
     def __init__(self, model, dtype):
         self.params = [param for param in model.parameters() if param.requires_grad]
-        # In their weights' memory, until `to` gives a bfloat16 weight some of its own.
+        # They have their weights' memory. Below, `to` gives a bfloat16 weight its own.
         self.masters = [local(param.detach()) for param in self.params]
         if dtype == torch.bfloat16:
             for master in self.masters:

@@ -558,11 +558,13 @@ OPTIONS = json.loads("""{
     "original_max_position_embeddings": 16}},
 "cohere": {"logit_scale": 0.25},
 "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+"nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4,
+    "n_groups": 1, "moe_shared_expert_intermediate_size": 48},
 "jamba": {"mamba_dt_rank": 4, "attn_layer_offset": 1},
 "qwen3_5_text": {"linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4,
     "initializer_range": 0.1}}""")
-SHARED = ["qwen2", "qwen2 untied", "llama", "gpt2", "mistral", "lfm2", "qwen3_5_text"]
+SHARED = "qwen2|qwen2 untied|llama|gpt2|mistral|lfm2|nemotron_h|qwen3_5_text".split("|")
 OWN_LOGITS = ["gemma2", "cohere", "phi"]  # which are not head(hidden)
 APART = ["jamba"]  # whose layers do not go on from a cache with more than one token
 
@@ -608,7 +610,7 @@ paths = cases("path", PATHS)  # prompts are shared, own logits
 
 
 @cases("kind", SHARED + OWN_LOGITS + APART)
-@cases("temperature, length", [(1.0, 6), (0.7, 6), (0.7, 1)])
+@cases("temperature, length", [(1.0, 6), (0.7, 6), (0.7, 2), (0.7, 1)])
 def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature, length):
     model, batch = tiny_model(kind), ragged_batch(length=length)
     before = copy.deepcopy(batch)
@@ -668,12 +670,14 @@ def test_chunked_log_probs_are_those_of_the_whole_vocabulary(
         assert logp.dtype == torch.float32
 
 
-def test_a_token_that_is_certain_has_no_gradient():
-    """The parts of 1 - probability cancel before they are rounded to bfloat16."""
-    weight = torch.eye(64).bfloat16()
-    hidden = (20 * weight[:5]).requires_grad_()
-    logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.arange(5))
-    assert gradient(1.2345 * logp.sum(), hidden)[0].abs().max() < 1e-6
+def test_a_token_that_is_certain_has_log_prob_0_and_no_gradient():
+    """What cancels does so before it is rounded to bfloat16."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 32).bfloat16()
+    hidden = (3 * weight[:50]).requires_grad_()
+    logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.arange(50))
+    assert logp.abs().max() < 1e-3
+    assert gradient(1.238 * logp.sum(), hidden)[0].abs().max() < 1e-3
 
 
 class LargestTensor(TorchDispatchMode):
@@ -985,25 +989,26 @@ def moments(adamw):
 
 
 UPDATES = values("""
-24 | True | 8 | 8 | dict(beta=0.1)
-30 | False | 8 | 8 | dict(beta=0.1)
-10_000 | True | 8 | 8 | dict(beta=0.1)
-10_000 | True | 3 | 8 | dict(beta=0.1)
-10_000 | True | 3 | 4 | dict(beta=0.0)
-30 | True | 8 | 8 | dict(SEVERAL, beta=0.1)
-30 | True | 3 | 4 | dict(SEVERAL, beta=0.0)
+24 | True | slice(8) | 8 | dict(beta=0.1)
+30 | False | slice(8) | 8 | dict(beta=0.1)
+10_000 | True | slice(8) | 8 | dict(beta=0.1)
+10_000 | True | slice(3) | 8 | dict(beta=0.1)
+10_000 | True | slice(3) | 4 | dict(beta=0.0)
+10_000 | True | slice(5, 8) | 4 | dict(beta=0.0)
+30 | True | slice(8) | 8 | dict(SEVERAL, beta=0.1)
+30 | True | slice(3) | 4 | dict(SEVERAL, beta=0.0)
 """)
 
 
 @variants
-@cases("budget, share_prompts, num_alive, num_kept, options", UPDATES)
+@cases("budget, share_prompts, alive, num_kept, options", UPDATES)
 def test_updates_are_those_of_the_whole_batch(
-    variant, budget, share_prompts, num_alive, num_kept, options, monkeypatch
+    variant, budget, share_prompts, alive, num_kept, options, monkeypatch
 ):
     """Also with groups left out that have no advantage, where that is exact."""
     model, reference = tiny_model(), tiny_model(seed=1)
-    batch, advantages = ragged_batch(4), torch.randn(8, 1).repeat(1, 6)
-    advantages[num_alive:] = 0
+    batch, advantages = ragged_batch(4), torch.zeros(8, 6)
+    advantages[alive] = torch.randn(8, 1)[alive]
     slow = copy.deepcopy(model)
     options = dict(max_grad_norm=1e9, temperature=0.7) | variant | options
     run = make_run(
@@ -1506,12 +1511,6 @@ def test_a_reward_that_is_not_there_is_named(mine, spec):
 
 # -------------------------------------------------------------- rewards of the README
 
-README_SCORES = """
-"short_and_right" | "so 42" | dict(answer="42", completion_ids=[1, 2]) | 0.998
-"short_and_right" | "so 41" | dict(answer="42", completion_ids=[1, 2]) | 0.0
-"step" | "" | dict(steps=["3+4=7", "so", "2 + 3 = 6, 1+1=2"]) | [1.0, 1.0, 0.0]
-"""
-
 
 @pytest.fixture
 def readme(tmp_path):
@@ -1521,14 +1520,6 @@ def readme(tmp_path):
     (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
     path.write_text(block)
     return grpo.import_file(str(path))
-
-
-@cases("name, completion, columns, expected", values(README_SCORES))
-def test_rewards_of_the_readme(readme, name, completion, columns, expected):
-    columns = {column: [value] for column, value in columns.items()}
-    common = dict(prompts=[""], completions=[completion], finished=[True])
-    (score,) = getattr(readme, name)(**common, **columns)
-    assert score == approx(expected, abs=1e-5)
 
 
 def test_the_reward_model_of_the_readme(readme, tmp_path):
