@@ -22,7 +22,6 @@ b*G+G-1 belong to prompt b), P prompt length (left-padded), C completion length
 import argparse
 import contextlib
 import copy
-import ctypes
 import dataclasses
 import functools
 import importlib.util
@@ -60,7 +59,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = "bfloat16" if ON_GPU else "float32"
-LOGITS_AT_ONCE = 2**25 if ON_GPU else 2**17  # in `ChunkedLogprobs`; fits a CPU's cache
+LOGITS_AT_ONCE = 2**25 if ON_GPU else 2**19  # in `ChunkedLogprobs`; fits a CPU's cache
 
 
 class Error(Exception):
@@ -970,7 +969,8 @@ def evaluate(run, rows, step):
         for name, values in score_completions(run, part, batch).rewards.items():
             sums[f"eval/{name}"] += values.sum().item()
     if mine:
-        means = log(run, step, {name: x / len(mine) for name, x in sums.items()})
+        own_means = {name: x / len(mine) for name, x in sums.items()}
+        means = log(run, step, own_means)
         print0(f"step {step}: greedy held-out reward {means['eval/reward']:.2f}")
 
 
@@ -1276,6 +1276,8 @@ def load_model(name, seed):
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
+        # No loading in threads: each of them keeps memory.
+        os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         tokenizer = AutoTokenizer.from_pretrained(name)
         config = AutoConfig.from_pretrained(name)
         text_config = config.get_text_config()
@@ -1361,9 +1363,6 @@ def join_ranks():
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.matmul.allow_tf32 = False  # some containers set it
         torch.backends.cudnn.allow_tf32 = False
-    elif sys.platform == "linux":
-        # Else glibc keeps freed tensors of up to 32 MiB, in a heap full of holes.
-        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
     if WORLD_SIZE > 1 and not dist.is_initialized():
         # On a GPU tensors go by NCCL; objects, as `all_gather` sends them, by gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
