@@ -678,6 +678,11 @@ def test_a_token_that_is_certain_has_log_prob_0_and_no_gradient():
     logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.arange(50))
     assert logp.abs().max() < 1e-3
     assert gradient(1.238 * logp.sum(), hidden)[0].abs().max() < 1e-3
+    weight = torch.eye(64).bfloat16()
+    hidden = (8.5 * weight[:1]).requires_grad_()  # nearly certain
+    logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.tensor([0]))
+    grad = gradient(logp.sum(), hidden)[0][0, 0].item()
+    assert grad == approx(63 / (63 + math.exp(8.5)), rel=0.01)
 
 
 class LargestTensor(TorchDispatchMode):
