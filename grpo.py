@@ -37,6 +37,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
@@ -64,6 +65,10 @@ LOGITS_AT_ONCE = 2**25 if ON_GPU else 2**19  # in `ChunkedLogprobs`; fits a CPU'
 
 class Error(Exception):
     """A mistake that the user can mend: `main` prints it in one line."""
+
+
+class RewardError(Error):
+    """A reward function failed on some process: all processes raise it together."""
 
 
 # ------------------------------------------------------------------------------ config
@@ -122,15 +127,17 @@ class Config:
         for name, value in vars(self).items():
             least = limits.get(name, 0)
             if isinstance(value, (int, float)) and not least <= value < math.inf:
-                raise Error(f"{name} must be finite and at least {least}")
+                option = "--" + name.replace("_", "-")
+                raise Error(f"{option} must be finite and at least {least}")
         if self.prompt_template and "{question}" not in self.prompt_template:
-            raise Error("prompt_template must contain {question}")
+            raise Error("--prompt-template must contain {question}")
 
 
 # ------------------------------------------------------ GRPO: from rewards to the loss
 def completion_mask(completion_ids, eos_token_ids):
     """True up to and including each row's first EOS: ids (N, C) -> bool (N, C).
-    A mask `ids != pad` would hide the EOS where pad is EOS, and no model would stop.
+    eos_token_ids: one id or a list. A mask `ids != pad` would hide the EOS where pad is
+    EOS, and no model would learn to stop.
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2]).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
@@ -140,7 +147,7 @@ def completion_mask(completion_ids, eos_token_ids):
 
 
 def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
-    """(r - mean of its group) / (std + eps): float rewards (N,) -> (N,).
+    """(r - mean of its group) / (std + eps): rewards (N,) -> (N,).
     DeepSeekMath 4.1.2, with the unbiased std; `scale_rewards` "none" does not divide
     (Dr. GRPO, arXiv:2503.20783). Raises ValueError unless G >= 2 divides N.
     >>> group_advantages(torch.tensor([1.0, 0, 0, 1, 0.1, 0.1, 0.1, 0.1]), 4)
@@ -150,7 +157,9 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"{len(rewards)} rewards cannot be groups of {num_generations}"
         )
-    groups = rewards.view(-1, num_generations)  # (B, G)
+    if not rewards.is_floating_point():
+        rewards = rewards.float()
+    groups = rewards.reshape(-1, num_generations)  # (B, G)
     # Subtracting the first changes no advantage, but makes equal rewards exact zeros.
     # Else eight of 0.1 have a mean off by 1e-8, a std as small, and advantages of -0.4.
     groups = groups - groups[:, :1]
@@ -163,16 +172,20 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
 
 
 def masked_mean(x, mask, dim=None):
-    """Mean of x where mask is true, of all or along `dim`; 0 where there is nothing."""
-    return (x * mask).sum(dim) / mask.sum(dim).clamp(min=1)
+    """Mean of x where mask is true, of all or along `dim`; 0 where there is nothing.
+    Where mask is false x may be anything, even NaN."""
+    mask = mask.bool()
+    return x.where(mask, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
     """New over old probability of each token, exp(logp - old_logp): (N, C).
     Level "sequence" has one ratio for a completion, by the mean of logp - old_logp over
-    its tokens, those in `mask`: GSPO, arXiv:2507.18071, eq. 7."""
+    its tokens, those in `mask` (None: all): GSPO, arXiv:2507.18071, eq. 7."""
     log_ratio = logp - old_logp
     if importance_sampling_level == "sequence":
+        if mask is None:
+            mask = torch.ones_like(log_ratio)
         log_ratio = masked_mean(log_ratio, mask, dim=1)[:, None].expand_as(log_ratio)
     elif importance_sampling_level != "token":
         raise ValueError(f"level {importance_sampling_level!r} is unknown")
@@ -265,12 +278,12 @@ def process_advantages(
     step_rewards,
     step_ends,
     num_generations,
-    num_tokens,
-    eps=1e-8,
+    length,
     scale_rewards="group",
+    eps=1e-8,
 ):
-    """Process supervision (DeepSeekMath 4.1.3): advantages (N, C), on the CPU.
-    step_rewards, step_ends: N lists, a number for each step of a completion and the
+    """Process supervision (DeepSeekMath 4.1.3): advantages (N, C) on the CPU
+    for C = `length`. step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token; ValueError if there are not as many. The step rewards of a
     group are normalised together; a token's advantage sums those of the steps that end
     at or after it. Here steps end at tokens 0 and 2, and at 1 and 2:
@@ -278,7 +291,7 @@ def process_advantages(
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
     """
-    advantages = torch.zeros(len(step_rewards), num_tokens)
+    advantages = torch.zeros(len(step_rewards), length)
     for start in range(0, len(step_rewards), num_generations):
         group = step_rewards[start : start + num_generations]
         rewards = [float(reward) for steps in group for reward in steps]
@@ -364,16 +377,9 @@ def train_step(run, train_rows, step, log_samples):
     # 3. score them
     scores = score_completions(run, rows, batch)
 
-    # 4. normalise within each group (`process` is 0 unless there are scores of steps)
-    outcome = group_advantages(scores.outcome, num_generations, config.scale_rewards)
-    process = process_advantages(
-        scores.step_rewards,
-        scores.step_ends,
-        num_generations,
-        num_tokens=batch.mask.shape[1],
-        scale_rewards=config.scale_rewards,
-    )
-    batch.advantages = (outcome[:, None] + process).to(DEVICE)  # (N, C)
+    # 4. normalise them within each group
+    advantages = group_advantages(scores.outcome, num_generations, config.scale_rewards)
+    batch.advantages = (advantages[:, None] + scores.token_advantages).to(DEVICE)
     rollout_end = time.perf_counter()
 
     # 5. minimise -min(ratio A, clip(ratio) A) + beta KL
@@ -426,10 +432,11 @@ def generate(
 ):
     """G completions of each prompt, sampled from the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`; after a
-    row's EOS stands the first of `eos_token_ids` (a list). Temperature 0 is greedy. The
-    model is in eval mode. Its generation config (top-k, …) is not read, as it would
-    change the distribution."""
-    eos = torch.tensor(eos_token_ids, device=prompt_ids.device)
+    row's EOS stands the first of `eos_token_ids`, one id or a list. Temperature 0 is
+    greedy. The model is in eval mode. Its generation config (top-k, …) is not read, as
+    it would change the distribution."""
+    prompt_mask = left_padded(prompt_mask)
+    eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
     num_rows = len(prompt_ids) * num_generations
     completion_ids = eos[0].repeat(num_rows, max_completion_length)  # (N, C)
     # Rows leave the batch once they have finished: `live` holds the numbers of those
@@ -456,6 +463,14 @@ def generate(
         attention_mask = prompt_mask[live // num_generations]
         attention_mask = F.pad(attention_mask, (0, i + 1), value=True)
     return completion_ids
+
+
+def left_padded(prompt_mask):
+    """The mask as bool. Raises ValueError if a prompt does not end in the last column:
+    its completion would continue padding, which many tokenizers put there."""
+    if not prompt_mask[:, -1].all():
+        raise ValueError("prompts must be padded on the left, not on the right")
+    return prompt_mask.bool()
 
 
 def sample(logits, temperature=1.0):
@@ -517,8 +532,8 @@ def token_logprobs(
 ):
     """log-prob of each completion token given all before it: (N, C) float32.
     0 where masked. prompt_ids, prompt_mask: (B, P), padded on the left; completion_ids,
-    mask: (N, C), padded on the right, the mask as by `completion_mask`. Masks are bool,
-    ids int64, also where masked ids that the model knows. Rows b*G … b*G+G-1 continue
+    mask: (N, C), padded on the right, the mask as by `completion_mask`. Ids are int64,
+    and known to the model also where they are masked. Rows b*G … b*G+G-1 continue
     prompt b. The logits are divided by `temperature`, as in sampling. `model`: a causal
     LM of transformers in eval mode. `choose_paths` finds the two flags for it.
     share_prompts: each prompt runs once, not once for each of its completions. They go
@@ -526,6 +541,8 @@ def token_logprobs(
     on the weights, so gradients flow through them into the prompt.
     own_logits: the model computes all logits, as it must where it caps or scales them.
     Else they are hidden @ weight.T and never all in memory."""
+    prompt_mask = left_padded(prompt_mask)
+    mask = mask.bool()
     num_rows, length = completion_ids.shape
     num_generations = num_rows // len(prompt_ids)
     prompt_of = torch.arange(num_rows, device=mask.device) // num_generations
@@ -554,27 +571,29 @@ def token_logprobs(
         logits = outputs.float().div_(temperature)  # in place: they are large
         logp = -F.cross_entropy(logits, targets, reduction="none")
     else:
-        hidden = outputs / temperature  # divides the logits
         weight = model.get_output_embeddings().weight  # (V, H): a row for each token
-        logp = ChunkedLogprobs.apply(hidden, weight, targets)
+        logp = ChunkedLogprobs.apply(outputs, weight, targets, temperature)
     return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T) at the targets, without all logits in memory.
-    hidden: (M, H); weight: (V, H); targets: (M,) -> (M,) float32.
+    """log softmax(hidden @ weight.T / temperature) at the targets, without all logits
+    in memory. hidden: (M, H); weight: (V, H); targets: (M,) -> (M,) float32.
     It takes v words of the vocabulary at a time (a GPU wants multiples of 64) and, in
-    backward, computes their logits (M, v) again."""
+    backward, computes their logits (M, v) again. Logits are rounded to the dtype of
+    hidden, then divided in float32, as in sampling."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets):
+    def forward(ctx, hidden, weight, targets, temperature):
         ctx.size = max(64, LOGITS_AT_ONCE // max(1, len(hidden)) // 64 * 64)
+        ctx.temperature = temperature
         log_z = torch.tensor(-math.inf, device=hidden.device)  # log sum exp(logits)
         for words in weight.split(ctx.size):  # (v, H)
-            log_z = log_z.logaddexp((hidden @ words.t()).float().logsumexp(1))  # (M,)
+            logits = (hidden @ words.t()).float() / temperature  # (M, v)
+            log_z = log_z.logaddexp(logits.logsumexp(1))  # (M,)
         # `einsum` rounds the target's logit once, as `@` does in sampling; hidden *
         # weight would round each of its terms, and a log-prob could exceed 0.
-        logit = torch.einsum("mh,mh->m", hidden, weight[targets]).float()
+        logit = torch.einsum("mh,mh->m", hidden, weight[targets]).float() / temperature
         ctx.save_for_backward(hidden, weight, targets, log_z)
         return logit - log_z
 
@@ -583,17 +602,22 @@ class ChunkedLogprobs(torch.autograd.Function):
         # d logp / d logits = one_hot(target) - softmax(logits). The difference is taken
         # in float32: of tokens that are nearly certain bfloat16 would leave only noise.
         hidden, weight, targets, log_z = ctx.saved_tensors
+        grad = grad[:, None] / ctx.temperature
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.zeros_like(weight)
-        tokens = torch.arange(len(weight), device=weight.device)
-        parts = zip(*(x.split(ctx.size) for x in (tokens, weight, grad_weight)))
-        for ids, words, grad_words in parts:  # (v,), (v, H), (v, H)
-            softmax = torch.exp((hidden @ words.t()).float() - log_z[:, None])
-            one_hot = (targets[:, None] == ids).float()  # (M, v)
-            grad_logits = (grad[:, None] * (one_hot - softmax)).to(words.dtype)
+        grad_weight = None  # of a frozen layer (LoRA)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+        for start in range(0, len(weight), ctx.size):
+            words = weight[start : start + ctx.size]  # (v, H)
+            logits = (hidden @ words.t()).float() / ctx.temperature  # (M, v)
+            softmax = torch.exp(logits - log_z[:, None])
+            ids = torch.arange(start, start + len(words), device=weight.device)
+            one_hot = (targets[:, None] == ids).float()
+            grad_logits = (grad * (one_hot - softmax)).to(words.dtype)
             grad_hidden += grad_logits @ words
-            grad_words.addmm_(grad_logits.t(), hidden)
-        return grad_hidden.to(hidden.dtype), grad_weight, None
+            if grad_weight is not None:
+                grad_weight[start : start + ctx.size].addmm_(grad_logits.t(), hidden)
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None
 
 
 # ------------------------------------------------------------------------------ scores
@@ -603,56 +627,121 @@ class Scores:
 
     columns: dict  # what the reward functions get: N values by name
     rewards: dict  # "reward", the weighted sum, and each "rewards/<name>": (N,)
-    outcome: torch.Tensor  # (N,) float32, weighted sum of what is one number
-    step_rewards: list  # N lists of weighted rewards of steps
-    step_ends: list  # N lists: the index of each step's last token
+    outcome: torch.Tensor  # (N,) float32: the sum without what is judged in parts
+    token_advantages: torch.Tensor  # (N, C): of what is judged in parts, else 0
 
 
 def score_completions(run, rows, batch):
-    """`Scores` of the completions of B rows of data by all reward functions. They give
-    each completion a number, None (not judged) or a list of numbers for its steps."""
+    """`Scores` of the completions of B rows of data by all reward functions."""
     num_generations = len(batch.mask) // len(rows)
+    columns = reward_columns(run, rows, batch)
+    rewards = {}
+    total = torch.zeros(len(batch.mask), dtype=torch.float64)
+    outcome = torch.zeros_like(total)
+    parts = []  # of functions that give each part of a completion a number
+    for name, (function, weight) in run.rewards.items():
+        judged = call_reward(name, function, columns)  # (N,), or (N, parts)
+        reward = judged.view(len(total), -1).nanmean(1)
+        reward = fill_unjudged(reward, num_generations)
+        rewards[f"rewards/{name}"] = reward
+        total += weight * reward
+        if judged.dim() == 1:
+            outcome += weight * reward
+        else:
+            parts.append(weight * fill_unjudged(judged, num_generations))
+    # Summed in float64, then rounded to float32: so 0.1 + 0.2 and 0.3 are equal.
+    rewards["reward"] = total.float()
+    token_advantages = step_advantages(run, parts, columns, batch)
+    return Scores(columns, rewards, outcome.float(), token_advantages)
+
+
+def reward_columns(run, rows, batch):
+    """What the reward functions get: lists of N values by name."""
     ids = [row[mask].tolist() for row, mask in zip(batch.completion_ids, batch.mask)]
-    steps = [split_steps(run.tokenizer, x) for x in ids]
-    repeated = [row for row in rows for _ in range(num_generations)]
+    repeated = [row for row in rows for _ in range(len(ids) // len(rows))]
     columns = {name: [row[name] for row in repeated] for name in rows[0]}
     columns["completions"] = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
     columns["completion_ids"] = ids
     columns["finished"] = [x[-1] in run.eos_token_ids for x in ids]
-    columns["steps"] = [[text for text, _ in x] for x in steps]
-    rewards = {}
-    total = torch.zeros(len(ids), dtype=torch.float64)
-    outcome = torch.zeros_like(total)
-    step_rewards = [[] for _ in ids]
-    step_ends = [[] for _ in ids]
-    for name, (function, weight) in run.rewards.items():
-        values = function(**copy.deepcopy(columns))
-        if len(values) != len(ids):
-            raise Error(f"the reward {name} must return a list of {len(ids)} values")
-        by_step = any(isinstance(value, list) for value in values)
-        reward = torch.full_like(total, math.nan)  # NaN: not judged
-        for i, value in enumerate(values):
-            if value is None or value == []:
-                continue
+    columns["steps"] = [
+        [text for text, _ in split_steps(run.tokenizer, x)] for x in ids
+    ]
+    return columns
+
+
+def call_reward(name, function, columns):
+    """What a reward function makes of N completions, see `read_rewards`. If it fails in
+    one process all of them end, and save the last finished step."""
+    message = ""
+    try:
+        returned = function(**copy.deepcopy(columns))
+        rewards = read_rewards(returned, [len(steps) for steps in columns["steps"]])
+    except Error as error:
+        message = f"returned {error}"
+    except Exception as error:  # whatever it raises
+        traceback.print_exc()
+        message = f"raised {error!r}"
+    messages = [x for x in all_gather(message) if x]
+    if messages:
+        raise RewardError(f"the reward {name} {messages[0]}")
+    return rewards
+
+
+def read_rewards(returned, num_steps):
+    """What a reward function returned, in float64: (N,), or, if it judged steps, (N, S)
+    with NaN behind a completion's last step. For each completion it may give whatever
+    `float` takes, None (not judged: NaN), or a list of such with one for each of its
+    `num_steps`. Raises `Error` with a value that is none of these."""
+
+    def as_list(value):  # arrays and tensors have it
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    values = as_list(returned)
+    if not isinstance(values, (list, tuple)) or len(values) != len(num_steps):
+        raise Error(f"{returned!r:.200}, and not a list of {len(num_steps)} values")
+    values = [as_list(value) for value in values]
+    by_step = any(isinstance(value, (list, tuple)) for value in values)
+    width = max(1, *num_steps) if by_step else 1
+    rewards = torch.full((len(values), width), math.nan, dtype=torch.float64)
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        try:
+            if isinstance(value, (list, tuple)) != by_step:
+                raise TypeError("numbers and lists are mixed")
             numbers = value if by_step else [value]
-            wrong_count = by_step and len(numbers) != len(steps[i])
-            if wrong_count or not math.isfinite(sum(numbers)):
-                raise Error(f"the reward {name}: {value!r} for {len(steps[i])} steps")
-            reward[i] = sum(numbers) / len(numbers)
-            if by_step and weight:  # of weight 0 they are only logged
-                step_rewards[i] += [weight * x for x in numbers]
-                step_ends[i] += [end for _, end in steps[i]]
-        # What is not judged gets the mean of its group, or of all where no other is.
-        groups = reward.view(-1, num_generations)
-        groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
-        groups = groups.where(~groups.isnan(), groups.nanmean()).nan_to_num()
-        rewards[f"rewards/{name}"] = groups.flatten()
-        total += weight * groups.flatten()
-        if not by_step:
-            outcome += weight * groups.flatten()
-    # Summed in float64, then rounded to float32: so 0.1 + 0.2 and 0.3 are equal.
-    rewards["reward"] = total.float()
-    return Scores(columns, rewards, outcome.float(), step_rewards, step_ends)
+            if by_step and len(numbers) != num_steps[i]:
+                raise ValueError(f"the completion has {num_steps[i]} steps")
+            for j, number in enumerate(numbers):
+                if isinstance(number, (str, bytes)) or not math.isfinite(number):
+                    raise ValueError("it is not a finite number")
+                rewards[i, j] = float(number)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise Error(f"{value!r:.200} for a completion: {error}") from error
+    return rewards if by_step else rewards[:, 0]
+
+
+def fill_unjudged(rewards, num_generations):
+    """What is not judged, NaN, becomes the mean of its group, or of all where its group
+    has none: (N,) or (N, S)."""
+    groups = rewards.view(len(rewards) // num_generations, -1)
+    groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
+    return groups.where(~groups.isnan(), groups.nanmean()).nan_to_num().view_as(rewards)
+
+
+def step_advantages(run, parts, columns, batch):
+    """`process_advantages` (N, C) of rewards of steps, each (N, S), added by step; 0
+    where there are none."""
+    if not parts:
+        return torch.zeros(batch.mask.shape)
+    steps = [split_steps(run.tokenizer, ids) for ids in columns["completion_ids"]]
+    return process_advantages(
+        [row[: len(x)].tolist() for row, x in zip(sum(parts), steps)],
+        [[end for _, end in x] for x in steps],
+        len(batch.mask) // len(batch.prompt_ids),
+        length=batch.mask.shape[1],
+        scale_rewards=run.config.scale_rewards,
+    )
 
 
 def split_steps(tokenizer, ids):
@@ -890,8 +979,9 @@ def save_at_the_end(run):
     handlers = {x: signal.signal(x, note) for x in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
-    except BaseException:
-        if WORLD_SIZE == 1:  # saving takes all ranks, and this one may fail alone
+    except BaseException as error:
+        # Saving takes all ranks, and this one may fail alone.
+        if WORLD_SIZE == 1 or isinstance(error, RewardError):
             save(run)
         raise
     else:
@@ -1011,6 +1101,10 @@ def set_seed(seed, step):
 
 
 # -------------------------------------------------------------------- data and prompts
+# Columns of the data with these names are replaced: reward functions get others.
+GIVEN = "prompts prompt_ids messages completions completion_ids finished steps".split()
+
+
 def read_rows(source, need_answers):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
     `prompt`, `question` or `problem` (text or chat messages) becomes "prompt"; `answer`
@@ -1021,27 +1115,52 @@ def read_rows(source, need_answers):
     else:
         import datasets
 
-        name, config, split, *_ = f"{source}::".split(":")
-        lines = datasets.load_dataset(name, config or None, split=split or "train")
+        name, config, split, *_ = [*source.split(":", 2), "", ""]
+        try:
+            lines = datasets.load_dataset(name, config or None, split=split or "train")
+        except Exception as error:  # whatever it raises
+            raise Error(f"data set {source}: {error}") from error
     rows = []
     for number, line in enumerate(lines, 1):
-        if not line:
+        if isinstance(line, bytes) and not line.strip():
             continue
         try:
             row = json.loads(line) if isinstance(line, bytes) else line
+            if not isinstance(row, dict):
+                raise ValueError("no JSON object")
             prompt = row.get("prompt") or row.get("question") or row.get("problem")
-            if not prompt:
-                raise ValueError("nothing in prompt, question or problem")
-            if not isinstance(prompt, str):  # messages, or this raises
-                [message["role"] + message["content"] for message in prompt]
-            answer = row.get("answer", row.get("solution"))
+            as_messages(prompt)  # raises if it is neither text nor messages
+            answer = row.get("answer")
+            if answer is None:
+                answer = row.get("solution")
             if need_answers:
                 gold_answers(answer)  # raises if there is none
         except Exception as error:  # whatever a line can hold
-            raise Error(f"{source}:{number}: {error!r}") from error
+            hint = "" if rows else " (JSONL has one object a line)"
+            raise Error(f"{source}:{number}: {error!r:.200}{hint}") from error
         rows.append({**row, "prompt": prompt, "answer": answer})
+    if not rows:
+        raise Error(f"{source} has no rows")
     every_column = dict.fromkeys(name for row in rows for name in row)
+    replaced = [name for name in every_column if name in [*GIVEN, "reward", "step"]]
+    if replaced:
+        print0(f"{source}: rewards or logs have other columns {', '.join(replaced)}")
     return [{**every_column, **row} for row in rows]
+
+
+def as_messages(prompt):
+    """A text as a chat of one message; a chat as it is. Raises where it is neither."""
+    if not prompt:
+        raise ValueError("nothing in prompt, question or problem")
+    if isinstance(prompt, str):
+        prompt = [dict(role="user", content=prompt)]
+    for message in prompt:
+        str.encode(message["content"])  # raises unless it is text
+        if message["role"] not in ("system", "user", "assistant"):
+            raise ValueError(f"{message['role']!r} is not system, user or assistant")
+    if all(message["role"] != "user" for message in prompt):
+        raise ValueError("no message of the user")
+    return prompt
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
@@ -1059,6 +1178,8 @@ def encode_prompts(rows, run):
     """Rows with "prompts" (as rendered), "prompt_ids" and "messages", if they fit."""
     config = run.config
     room = max_positions(run.policy.config) - config.max_completion_length
+    if room < 1:
+        raise Error("--max-completion-length exceeds the positions of the model")
     longest = min(config.max_prompt_length, room)
     chat = config.chat_template == "on"
     if config.chat_template == "auto":
@@ -1067,10 +1188,10 @@ def encode_prompts(rows, run):
     template = config.prompt_template or asking
     encoded = []
     for row in rows:
-        messages = row["prompt"]
-        if isinstance(messages, str):
-            text = template.replace("{question}", messages)
-            messages = [dict(role="user", content=text)]
+        messages = list(as_messages(row["prompt"]))
+        last = max(i for i, x in enumerate(messages) if x["role"] == "user")
+        question = template.replace("{question}", messages[last]["content"])
+        messages[last] = dict(messages[last], content=question)
         if config.system_prompt and messages[0]["role"] != "system":
             messages = [dict(role="system", content=config.system_prompt), *messages]
         text = "\n".join(message["content"] for message in messages)
@@ -1139,6 +1260,10 @@ def gold_answers(answer):
     for gold in answer if isinstance(answer, list) else [answer]:
         text = str(gold).strip() if type(gold) in (str, int, float) else ""
         marked = "\\boxed" in text or "####" in text
+        if len(text) > 200 and not marked:
+            raise ValueError(
+                "a text without \\boxed{} or #### is too long to be an answer"
+            )
         golds.append(extract_answer(text) if marked else text)
     if not golds or not all(golds) or "nan" in golds:
         raise ValueError(f"{answer!r} is no answer to compare with")
@@ -1154,7 +1279,7 @@ def plain(text):
     fraction = r"([-+]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}"
     text = re.sub(fraction, r" \1\2/\3 ", text.replace("−", "-"))
     text = re.sub(r"\\(?:text\w*|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"\\[,;:! ()]|\\(?=[$%])", "", text.replace("{,}", ","))
+    return re.sub(r"\\[],;:! ()[]|\\(?=[$%])", "", text.replace("{,}", ","))
 
 
 def as_number(text):
@@ -1184,9 +1309,7 @@ def answers_match(answer, gold):
     return words[0] == words[1] != ""
 
 
-def accuracy_reward(
-    prompts, completions, answer, finished=None, compare=answers_match, **columns
-):
+def accuracy_reward(prompts, completions, answer, finished=None, **columns):
     """1.0 where the extracted answer is equal to the data's, else 0.0. answer: N of
     them, each a text, a number, or a list of alternatives. finished: N bools; of what
     was cut off only a closed box or a #### counts. The prompts are not read. Raises
@@ -1195,25 +1318,44 @@ def accuracy_reward(
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
         golds = gold_answers(answer[i])
-        scores.append(float(any(found and compare(found, gold) for gold in golds)))
+        right = [found is not None and answers_match(found, gold) for gold in golds]
+        scores.append(float(any(right)))
     return scores
 
 
 def math_reward(prompts, completions, answer, finished=None, **columns):
-    """The same, or what the package math-verify finds equal to it as LaTeX."""
+    """The same, or what the package math-verify finds equal to it as LaTeX. Where
+    nothing is in a box or after a #### it looks for the answer as well."""
     from math_verify import parse, verify
 
     # Its time limit is an alarm, which Python allows in the main thread only.
     seconds = 2 if threading.current_thread() is threading.main_thread() else None
 
-    def equal(found, gold):
-        return answers_match(found, gold) or verify(
-            parse(f"${gold}$", parsing_timeout=seconds),
-            parse(f"${found[:1000]}$", parsing_timeout=seconds),
+    def equal(completion, marked, gold):
+        if marked and answers_match(marked, gold):
+            return True
+        text = latex(marked[:1000]) if marked else completion[-1000:]
+        return verify(
+            parse(latex(gold), parsing_timeout=seconds),
+            parse(text, parsing_timeout=seconds),
             timeout_seconds=seconds,
         )
 
-    return accuracy_reward(prompts, completions, answer, finished, equal)
+    scores = []
+    for i, completion in enumerate(completions):
+        marked = extract_answer(completion, finished=False)
+        broken = "\\boxed{" in completion or finished is not None and not finished[i]
+        golds = gold_answers(answer[i])
+        right = [
+            equal(completion, marked, gold) for gold in golds if marked or not broken
+        ]
+        scores.append(float(any(right)))
+    return scores
+
+
+def latex(text):
+    r"""A text between dollar signs, without the \( \) or \[ \] of its own."""
+    return "$" + re.sub(r"(?<!\\)\\[][()]", "", text) + "$"
 
 
 def format_reward(prompts, completions, **columns):
@@ -1235,20 +1377,26 @@ BOXED = "{question}\nReason step by step, and put your final answer within \\box
 
 def needs_answers(config):
     """Whether a reward compares with the data's answers; then prompts ask for a box."""
-    return any(x.partition("=")[0] in ("accuracy", "math") for x in config.reward)
+    return any(x.split("=")[0] in ("accuracy", "math") for x in config.reward)
 
 
 def load_rewards(specs):
     """{name: (function, weight)} of `NAME[=WEIGHT]` and `FILE.py:FUNCTION[=WEIGHT]`."""
     rewards = {}
     for spec in specs:
-        target, _, weight = spec.partition("=")
+        target, weight = re.fullmatch(r"(.*?)(?:=(-?\d*\.?\d+))?", spec).groups()
         path, _, name = target.rpartition(":")
-        try:
-            functions = vars(import_file(path)) if path else REWARDS
-            rewards[name] = functions[name], float(weight or 1)
-        except Exception as error:  # whatever the file may raise
-            raise Error(f"--reward {spec}: {error!r}; see --help") from error
+        functions = {} if path else REWARDS
+        if path.endswith(".py") and os.path.isfile(path):
+            try:
+                functions = vars(import_file(path))
+            except Exception as error:  # whatever the file raises
+                traceback.print_exc()
+                raise Error(f"--reward {spec}: {error!r}") from error
+        if not callable(functions.get(name)):
+            known = f"one of {', '.join(REWARDS)} or FILE.py:FUNCTION, and =WEIGHT"
+            raise Error(f"--reward {spec}: not found; say {known}")
+        rewards[name] = functions[name], float(weight or 1)
         if target == "math":  # it should be missed now, and not at the first scoring
             importlib.import_module("math_verify")
     if len(rewards) < len(specs):
@@ -1569,12 +1717,23 @@ def parse_args(argv=None):
             nargs="+" if several else None,
             action="extend" if several else "store",
         )
-    typed = vars(parser.parse_args(argv))  # no defaults: they are suppressed
+    words = []
+    for word in sys.argv[1:] if argv is None else argv:  # --num_generations as well
+        words.append(re.sub(r"^--\w+", lambda x: x[0].replace("_", "-"), word))
+    typed = vars(parser.parse_args(words))  # no defaults: they are suppressed
+    for name in ("model", "data", "eval_data"):  # also for resuming from elsewhere
+        if os.path.exists(typed.get(name, "")):
+            typed[name] = os.path.abspath(typed[name])
+    if "reward" in typed:
+        file = re.compile(r".*\.py(?=:)")
+        for i, spec in enumerate(typed["reward"]):
+            typed["reward"][i] = file.sub(lambda x: os.path.abspath(x[0]), spec)
     options = TINY if typed.get("model", "tiny") == "tiny" else {}
     if "resume" in typed:
         fixed = typed.keys() - {"resume", *RESUMABLE.split()}
         if fixed:
-            raise Error(f"the run has its own {min(fixed)}; may be new: {RESUMABLE}")
+            message = f"the run has its own {min(fixed)}; may be new: {RESUMABLE}"
+            raise Error(message.replace("_", "-"))
         options = json.loads(Path(typed["resume"], "options.json").read_text())
         typed["output_dir"] = typed["resume"]
     return Config(**{**options, **typed})
