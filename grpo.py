@@ -31,7 +31,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -67,8 +66,8 @@ class Error(Exception):
     """A mistake that the user can mend: `main` prints it in one line."""
 
 
-class RewardError(Error):
-    """A reward function failed on some process: all processes raise it together."""
+class Stop(Error):
+    """The end of a run before its last step. All processes raise it together."""
 
 
 # ------------------------------------------------------------------------------ config
@@ -282,8 +281,8 @@ def process_advantages(
     scale_rewards="group",
     eps=1e-8,
 ):
-    """Process supervision (DeepSeekMath 4.1.3): advantages (N, C) on the CPU
-    for C = `length`. step_rewards, step_ends: N lists, a number for each step of a completion and the
+    """Process supervision (DeepSeekMath 4.1.3): advantages (N, length).
+    step_rewards, step_ends: N lists, a number for each step of a completion and the
     index of its last token; ValueError if there are not as many. The step rewards of a
     group are normalised together; a token's advantage sums those of the steps that end
     at or after it. Here steps end at tokens 0 and 2, and at 1 and 2:
@@ -311,10 +310,22 @@ def process_advantages(
 class Run:
     """What a run has: a model ready to be trained, its frozen reference, its state."""
 
-    def __init__(self, config, name, rewards):
+    def __init__(self, config):
         self.config = config
-        self.output_dir = Path(config.output_dir)
-        self.rewards = rewards  # name: (reward function, weight)
+        self.output_dir = None  # its folder; None: it has not begun
+        if config.resume:
+            self.output_dir = Path(config.resume)
+        self.rewards = {}  # name: (reward function, weight)
+        self.tracker = None  # wandb or trackio
+        self.step = 0  # the last one that is finished
+        self.saved_step = 0  # the last one with a checkpoint
+        self.evaluated_step = -1  # the last one after which held-out rows were judged
+        self.moved = False  # whether weights have moved since the last finished step
+        self.signal = ""  # SIGINT or SIGTERM, where this process got one
+
+    def load(self, name):
+        """Load the model of this name or folder, twice if there is a KL term."""
+        config = self.config
         try:
             model, self.tokenizer, self.eos_token_ids = load_model(name, config.seed)
             self.share_prompts, self.own_logits = choose_paths(model)
@@ -340,11 +351,6 @@ class Run:
             for param in self.reference.parameters():  # `to` would round buffers too
                 param.data = param.data.to(self.dtype)
             shard(self.reference, self.dtype, reshard=None)
-        self.tracker = None  # wandb or trackio
-        self.step = 0  # the last one that is finished
-        self.saved_step = 0  # the last one with a checkpoint
-        self.moved = False  # whether weights have moved since the last finished step
-        self.signal = ""  # SIGINT or SIGTERM, where this process got one
         print0(f"{name}: {model.num_parameters():,} weights, {self.dtype}, {DEVICE}")
 
 
@@ -402,10 +408,7 @@ def train_step(run, train_rows, step, log_samples):
     metrics["rollout_seconds"] = rollout_end - start
     metrics["update_seconds"] = end - rollout_end
     metrics["step_seconds"] = end - start
-    peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10  # KiB
-    if ON_GPU:
-        peak_memory = torch.cuda.max_memory_allocated()
-    metrics["peak_memory_gb"] = peak_memory / 2**30
+    metrics["peak_memory_gb"] = peak_memory_gb()
     if log_samples:
         log_completions(run, step, scores)
     return metrics
@@ -683,7 +686,7 @@ def call_reward(name, function, columns):
         message = f"raised {error!r}"
     messages = [x for x in all_gather(message) if x]
     if messages:
-        raise RewardError(f"the reward {name} {messages[0]}")
+        raise Stop(f"the reward {name} {messages[0]}")
     return rewards
 
 
@@ -935,69 +938,88 @@ def within_cell(weight):
 def train(config):
     """GRPO from the first prompt to the last checkpoint."""
     join_ranks()
-    config = open_output_dir(config)
-    run, train_rows, eval_rows = set_up(config)
-    restore(run)
-    stop = ""  # why to end early
-    num_skipped = 0  # steps in a row whose gradients were not finite
-    progress = tqdm(range(run.step + 1, config.max_steps + 1), disable=RANK > 0)
+    run = Run(config)
     with save_at_the_end(run):
-        for step in progress:
-            look = config.eval_every and (step - 1) % config.eval_every == 0
-            if look:
-                evaluate(run, eval_rows, step - 1)
-            metrics = log(run, step, train_step(run, train_rows, step, look))
+        train_rows, eval_rows = set_up(run)
+        restore(run)
+        num_skipped = 0  # steps in a row whose gradients were not finite
+        progress = tqdm(
+            total=config.max_steps, initial=run.step, disable=RANK > 0, smoothing=0
+        )
+        while run.step < config.max_steps:
+            evaluation_is_due = config.eval_every and run.step % config.eval_every == 0
+            if evaluation_is_due:
+                evaluate(run, eval_rows)
+            stop_at_a_signal(run)
+            step = run.step + 1
+            metrics = train_step(run, train_rows, step, evaluation_is_due)
+            metrics = log(run, step, metrics)
             run.step = step
             run.moved = False
+            progress.update()
             progress.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
             if config.save_every and step % config.save_every == 0:
                 save(run)
-            stop = max(all_gather(run.signal))  # a signal to any rank stops them all
             num_skipped = num_skipped + 1 if metrics["skipped"] else 0
             if num_skipped == 5:
-                stop = "the gradients of five steps in a row were not finite"
-            if stop:
-                break
-    if stop:  # so that the exit status is not 0
-        raise Error(f"{stop} after step {run.step}: --resume {run.output_dir}")
-    if config.eval_every:
-        evaluate(run, eval_rows, run.step)
+                raise Stop("the gradients of five steps in a row were not finite")
+        progress.close()
+        if config.eval_every:
+            evaluate(run, eval_rows)
+        save(run)
     if run.tracker:
         run.tracker.finish()
 
 
+def stop_at_a_signal(run):
+    """Raise `Stop` if any process has got a signal."""
+    name = max(all_gather(run.signal))
+    if name:
+        raise Stop(f"{name} after step {run.step}")
+
+
 @contextlib.contextmanager
 def save_at_the_end(run):
-    """Save the last finished step at the end. SIGINT and SIGTERM let a step finish
-    (under torchrun it has 30 seconds, or as many as --shutdown-timeout says)."""
+    """Save the last finished step if the run ends early, and say how to go on with it.
+    SIGINT and SIGTERM let a step finish (under torchrun it has 30 seconds, or as many
+    as --shutdown-timeout says)."""
 
     def note(number, frame):
         run.signal = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"finishing the step; again to stop at once\n")
+        os.write(2, b"stopping after this step; again to stop at once\n")
 
     handlers = {x: signal.signal(x, note) for x in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except BaseException as error:
         # Saving takes all ranks, and this one may fail alone.
-        if WORLD_SIZE == 1 or isinstance(error, RewardError):
+        if WORLD_SIZE == 1 or isinstance(error, Stop):
             save(run)
+        if isinstance(error, torch.OutOfMemoryError):
+            tokens = run.config.micro_batch_tokens
+            error.add_note(f"--micro-batch-tokens {tokens // 2} takes less memory.")
+        if run.output_dir:
+            error.add_note(f"Go on with: python grpo.py --resume {run.output_dir}")
         raise
-    else:
-        save(run)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def set_up(config):
-    """(run, rows to train on, rows held out), after the supervised steps."""
+def set_up(run):
+    """(rows to train on, rows held out); loads the run's models, after the supervised
+    steps."""
+    config = run.config
     if config.prompts_per_step % WORLD_SIZE:
         raise Error("several processes must share --prompts-per-step evenly")
     if config.lora_rank and WORLD_SIZE > 1:
         raise Error("--lora-rank takes a single process")
-    rewards = load_rewards(config.reward)
+    if not config.resume and config.output_dir:
+        check_new(Path(config.output_dir))
+    if config.report_to:  # it should be missed now
+        run.tracker = importlib.import_module(config.report_to)
+    run.rewards = load_rewards(config.reward)
     train_rows = arithmetic(config.model, config.seed)
     if config.data:
         train_rows = read_rows(config.data, needs_answers(config))
@@ -1010,45 +1032,44 @@ def set_up(config):
         train_rows = train_rows[held_out:]
     name = config.model
     if config.sft_steps:  # GRPO starts from what they leave, and so does its reference
-        name = f"{config.output_dir}/sft"
-        if not Path(name).exists():
-            sft(config, train_rows)
-    run = Run(config, name, rewards)
-    train_rows = encode_prompts(train_rows, run)
-    eval_rows = encode_prompts(eval_rows, run)
-    if config.report_to and RANK == 0:  # wandb and trackio share an interface
-        name = run.output_dir.name  # by which trackio knows a run; wandb has an id:
-        os.environ["WANDB_RUN_ID"] = name
-        resume = "allow" if config.resume else "never"
-        run.tracker = importlib.import_module(config.report_to)
-        run.tracker.init(project="grpo", name=name, config=vars(config), resume=resume)
-    return run, train_rows, eval_rows
+        name = sft(run, train_rows)
+    run.load(name)
+    return encode_prompts(train_rows, run), encode_prompts(eval_rows, run)
 
 
-def sft(config, rows):
-    """Supervised steps on the rows' solutions; leaves the model in OUTPUT_DIR/sft. With
-    advantage 1, ratio 1 and no KL the loss has the gradient of -logp: cross-entropy."""
-    config = dataclasses.replace(config, beta=0, num_iterations=1, temperature=1.0)
-    run = Run(config, config.model, rewards={})
+def sft(run, rows):
+    """Supervised steps on the rows' solutions -> the model's folder, OUTPUT_DIR/sft. With advantage 1, ratio 1 and no KL the loss has the gradient of -logp."""
+    if run.output_dir and (run.output_dir / "sft").exists():
+        return f"{run.output_dir}/sft"
+    config = dataclasses.replace(run.config, beta=0, num_iterations=1, temperature=1.0)
+    pupil = Run(config)
+    pupil.load(config.model)
     examples = []
-    for row in encode_prompts(rows, run):
+    for row in encode_prompts(rows, pupil):
         solution = row.get("solution") or row["answer"]
         if isinstance(solution, (str, int, float)):
-            ids = run.tokenizer.encode(str(solution), add_special_tokens=False)
+            ids = pupil.tokenizer.encode(str(solution), add_special_tokens=False)
             if 0 < len(ids) < config.max_completion_length:
-                examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
+                examples.append((row["prompt_ids"], ids + pupil.eos_token_ids[:1]))
+    prompt_batch(examples, 1, config.prompts_per_step, config.seed)  # are there enough?
+    claim(run)
+    pupil.output_dir = run.output_dir
     for step in tqdm(range(1, config.sft_steps + 1), "supervised", disable=RANK > 0):
+        stop_at_a_signal(run)
         chosen = prompt_batch(examples, step, config.prompts_per_step, config.seed)
         prompts, solutions = zip(*chosen)
         batch = Batch(*pad(prompts, "left"), *pad(solutions, "right"))
         batch.advantages = torch.ones(batch.mask.shape, device=DEVICE)
-        if update(run, batch, config.sft_learning_rate)["skipped"]:
+        if update(pupil, batch, config.sft_learning_rate)["skipped"]:
             raise Error("a gradient of the supervised steps is not finite")
-    write_folder(run, "sft")
+    return write_folder(pupil, "sft")
 
 
-def evaluate(run, rows, step):
-    """Mean rewards of greedy completions of the held-out rows, logged and printed."""
+def evaluate(run, rows):
+    """Mean rewards of greedy completions of the held-out rows, logged and printed, once
+    for a step."""
+    if run.step == run.evaluated_step:
+        return
     # Every process has the same number of rows, and decodes no more than in training.
     mine = rows[RANK::WORLD_SIZE][: len(rows) // WORLD_SIZE]
     size = run.config.prompts_per_step * run.config.num_generations // WORLD_SIZE
@@ -1060,12 +1081,14 @@ def evaluate(run, rows, step):
             sums[f"eval/{name}"] += values.sum().item()
     if mine:
         own_means = {name: x / len(mine) for name, x in sums.items()}
-        means = log(run, step, own_means)
-        print0(f"step {step}: greedy held-out reward {means['eval/reward']:.2f}")
+        means = log(run, run.step, own_means)
+        print0(f"step {run.step}: greedy held-out reward {means['eval/reward']:.2f}")
+    run.evaluated_step = run.step
 
 
 def log_completions(run, step, scores):
     """Log what reward functions got and gave in completions.jsonl; print the first."""
+    claim(run)
     if RANK > 0:
         return
     columns = dict(scores.columns)
@@ -1080,6 +1103,7 @@ def log_completions(run, step, scores):
 
 def log(run, step, metrics):
     """The means of metrics over the ranks, logged in metrics.jsonl and the tracker."""
+    claim(run)
     ranks = all_gather(metrics)
     means = {name: sum(x[name] for x in ranks) / WORLD_SIZE for name in metrics}
     if RANK == 0:
@@ -1090,6 +1114,18 @@ def log(run, step, metrics):
         if run.tracker:
             run.tracker.log(row, step=step)
     return means
+
+
+def peak_memory_gb():
+    """The most memory so far: of the GPU, else of the process; NaN if it is unknown."""
+    if ON_GPU:
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return math.nan
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def set_seed(seed, step):
@@ -1440,6 +1476,8 @@ def load_model(name, seed):
         )
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
+        if text_config is not config:  # else it saves the names that are mapped here
+            model._weight_conversions = None
     model.to(DEVICE).eval()  # no dropout: sampling, old, new and reference agree
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
     eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
@@ -1548,27 +1586,45 @@ def shard(model, dtype, reshard):
 
 
 # ------------------------------------------------------------------------- checkpoints
-LOGS = "metrics.jsonl", "completions.jsonl"  # a checkpoint has copies of them
+def check_new(folder):
+    """Raise `Error` if there is anything in a folder that a new run would take."""
+    if folder.exists() and any(folder.iterdir()):
+        raise Error(f"{folder} is not empty: --resume it, or take another --output-dir")
 
 
-def open_output_dir(config):
-    """The options with the run's folder. Raises `Error` where it has a run already."""
-    name = f"runs/{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output_dir = Path(all_gather(config.output_dir or name)[0])
+def claim(run):
+    """Make a folder the run's own before the first thing is made in it, by creating its
+    options.json, which only one run can. A default name that is taken gets a suffix."""
+    if run.output_dir:
+        return
+    given = run.config.output_dir
+    name = f"runs/{Path(run.config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(given or name)
     if RANK == 0:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(output_dir / "partial", ignore_errors=True)  # of a killed process
-        if not config.resume:
-            metrics = output_dir / "metrics.jsonl"
-            begun = metrics.exists() and '"loss"' in metrics.read_text()
-            if begun or checkpoints(output_dir):
-                raise Error(f"{output_dir} has a run: --resume it, or take another")
-            shutil.rmtree(output_dir / "sft", ignore_errors=True)
-        if not checkpoints(output_dir):
-            for log_name in LOGS:
-                (output_dir / log_name).write_text("")
-    all_gather(None)  # the others wait until it is so
-    return dataclasses.replace(config, output_dir=str(output_dir))
+        for suffix in range(2, 1000):
+            try:
+                folder.mkdir(parents=True, exist_ok=bool(given))
+                break
+            except FileExistsError:
+                folder = Path(f"{name}-{suffix}")
+        check_new(folder)
+        with open(folder / "options.json", "x") as file:
+            file.write(json.dumps(vars(run.config)))
+    run.output_dir = all_gather(folder)[0]
+    start_tracker(run)
+
+
+def start_tracker(run):
+    """Report to wandb or trackio, which share an interface, as a run of its own."""
+    if run.tracker is None or RANK > 0:
+        return
+    file = run.output_dir / "tracker-id"  # kept for resuming
+    if not file.exists():
+        file.write_text(f"{run.output_dir.name}-{time.time_ns():x}")
+    name = file.read_text()
+    os.environ["WANDB_RUN_ID"] = name  # trackio knows a run by its name
+    config = vars(run.config)
+    run.tracker.init(project="grpo", name=name, config=config, resume="allow")
 
 
 def save(run):
@@ -1576,17 +1632,23 @@ def save(run):
     update has moved the weights since. Broken weights never replace good ones."""
     if run.step == run.saved_step or run.moved:
         return
+    last, run.saved_step = run.saved_step, run.step  # what fails is not tried again
     norm = math.hypot(*all_gather(get_total_norm(run.optimizer.masters).item()))
     if not math.isfinite(norm):
-        good = f"the last good ones (0: none) are of step {run.saved_step}"
+        good = f"the last good ones (0: none) are of step {last}"
         raise Error(f"weights of step {run.step} are not finite, not saved; {good}")
-    write_folder(run, f"checkpoint-{run.step}")
-    run.saved_step = run.step
+    try:
+        write_folder(run, f"checkpoint-{run.step}")
+    except Exception as error:  # whatever writing raises
+        free = shutil.disk_usage(run.output_dir).free / 2**30
+        what = f"checkpoint-{run.step} was not written, the last one is of step {last}"
+        raise Error(f"{what}: {error!r:.200}, {free:.1f} GiB are free") from error
 
 
 def write_folder(run, name):
     """A folder that `from_pretrained` and vLLM load (of LoRA merged, in float32, with
-    `adapter/`), and what resuming needs of each rank. It gets its name once whole."""
+    `adapter/`), and what resuming needs of each rank -> its path. It gets its name once
+    whole."""
     folder = run.output_dir / "partial"
     folder.mkdir(exist_ok=True)
     model = run.policy
@@ -1612,9 +1674,6 @@ def write_folder(run, name):
             model.config.dtype = run.dtype  # it was written as float32, that of shards
             model.config.save_pretrained(folder)
         run.tokenizer.save_pretrained(folder)
-        if run.step:
-            for log_name in LOGS:
-                shutil.copy(run.output_dir / log_name, folder)
     all_gather(None)  # until all ranks have written
     if RANK == 0:
         folder.rename(run.output_dir / name)
@@ -1622,16 +1681,24 @@ def write_folder(run, name):
             shutil.rmtree(old)
     all_gather(None)  # until it has its name
     print0(f"saved {run.output_dir / name}")
+    return str(run.output_dir / name)
 
 
 def checkpoints(output_dir):
-    """The checkpoint folders of a run, oldest first."""
-    return sorted(output_dir.glob("checkpoint-[0-9]*"), key=lambda x: int(x.name[11:]))
+    """The checkpoint folders of a run, oldest first. Folders of other names are not its
+    own."""
+    folders = [
+        x for x in output_dir.iterdir() if re.fullmatch(r"checkpoint-\d+", x.name)
+    ]
+    return sorted(folders, key=lambda x: int(x.name[11:]))
 
 
 def restore(run):
-    """Take the newest checkpoint, if there is one, and write the run's options."""
-    for folder in checkpoints(run.output_dir)[-1:]:
+    """Take the newest checkpoint of a run that is resumed, and cut its logs there."""
+    if not run.config.resume:
+        return
+    folders = checkpoints(run.output_dir)
+    for folder in folders[-1:]:
         file = folder / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
         run.optimizer.adamw.load_state_dict(state["adamw"])
@@ -1639,12 +1706,41 @@ def restore(run):
             master.copy_(saved)
         run.optimizer.round()
         run.step = run.saved_step = int(folder.name[11:])
-        if RANK == 0:
-            for log_name in LOGS:
-                shutil.copy(folder / log_name, run.output_dir)
         print0(f"going on from {folder}")
+    if not folders:
+        print0(f"{run.output_dir} has no checkpoint: it begins anew")
     if RANK == 0:
-        (run.output_dir / "options.json").write_text(json.dumps(vars(run.config)))
+        shutil.rmtree(run.output_dir / "partial", ignore_errors=True)  # of a kill
+        replace_text(run.output_dir / "options.json", json.dumps(vars(run.config)))
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            cut_log(run, run.output_dir / name)
+    run.evaluated_step = all_gather(run.evaluated_step)[0]
+    start_tracker(run)
+    if run.step >= run.config.max_steps:
+        print0(f"{run.output_dir} is finished, unless --max-steps gives it more steps")
+
+
+def cut_log(run, path):
+    """Leave in a log the rows up to the step that is resumed. A kill may have torn the
+    last one."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["step"] <= run.step:
+            lines.append(line + "\n")
+            if "eval/reward" in row:
+                run.evaluated_step = row["step"]
+    replace_text(path, "".join(lines))
+
+
+def replace_text(path, text):
+    """Write a file anew, in one step."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 # ------------------------------------------------------------- built-in task and model
@@ -1743,10 +1839,11 @@ def main():
     """Train as the command line says; a mistake of the user ends in one line."""
     try:
         train(parse_args())
-    except ModuleNotFoundError as error:
-        sys.exit(f"grpo.py: {error}: pip install {error.name}")
-    except (Error, OSError) as error:  # a mistake of the user
-        sys.exit(f"grpo.py: {' '.join(str(error).split())}")
+    except (Error, OSError, ImportError, torch.OutOfMemoryError) as error:
+        lines = [str(error), *getattr(error, "__notes__", [])]
+        if isinstance(error, ModuleNotFoundError):
+            lines.append(f"pip install {error.name}")
+        sys.exit(f"grpo.py: {' '.join(' '.join(lines).split())}")
     if WORLD_SIZE > 1:  # gloo's threads can abort an ordinary end
         all_gather(None)
         sys.stdout.flush()

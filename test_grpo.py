@@ -6,6 +6,7 @@ import ast
 import copy
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import json
 import math
@@ -1010,7 +1011,9 @@ def make_run(model, reference=None, share_prompts=True, **options):
         load_model=mock.Mock(side_effect=models),
     ):
         grpo.join_ranks()
-        return grpo.Run(config, "tiny", rewards={})
+        run = grpo.Run(config)
+        run.load("tiny")
+        return run
 
 
 def slow_update(model, reference, batch, advantages, config):
@@ -1310,7 +1313,7 @@ def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line
     path.write_text('{"prompt": "a", "answer": "1"}\n \t\n' + line)
     config = grpo.Config(data=str(path), model="no/such/model")
     with raises(Error, match=r"data.jsonl:3: \w+\(") as stop:
-        grpo.set_up(config)
+        grpo.set_up(grpo.Run(config))
     assert len(str(stop.value)) < 400
 
 
@@ -1347,9 +1350,9 @@ def test_only_rewards_that_compare_need_answers(tmp_path):
 def test_held_out_rows_are_any_and_never_trained_on(tmp_path, size, num_held_out):
     data = [dict(prompt=str(i), answer=i) for i in range(size)]
     data[7]["level"] = 5  # other rows lack this column: rewards get None
-    config = grpo.Config(data=f"{tmp_path}/data.jsonl", output_dir=str(tmp_path))
+    config = grpo.Config(data=f"{tmp_path}/data.jsonl")
     Path(config.data).write_text("\n".join(map(json.dumps, data)))
-    _, rows, held_out = grpo.set_up(config)
+    rows, held_out = grpo.set_up(grpo.Run(config))
     answers = [row["answer"] for row in held_out + rows]
     assert sorted(answers) == list(range(size)) and len(held_out) == num_held_out
     assert max(answers[:30]) >= size / 2  # by chance: 1 in 10**9
@@ -1658,7 +1661,7 @@ def test_what_is_no_reward_is_shown_in_one_line(returned):
 def test_what_a_reward_raises_has_its_traceback(capsys, monkeypatch, mine):
     """An OSError of its own, or an import, is no mistake of the user's at the start."""
     for error in ("OSError('no network')", "ModuleNotFoundError('judge')"):
-        with raises(grpo.RewardError, match="the reward mine raised"):
+        with raises(grpo.Stop, match="the reward mine raised"):
             call_reward(f"(_ for _ in ()).throw({error})")
         assert "Traceback" in capsys.readouterr().err
 
@@ -1822,8 +1825,8 @@ def write_varied(folder):
 
 
 @pytest.fixture
-def varied(tmp_path):
-    return write_varied(tmp_path)
+def varied(tmp_path_factory):
+    return write_varied(tmp_path_factory.mktemp("reward"))
 
 
 def train(folder, *options):
@@ -1881,8 +1884,7 @@ def end_of(folder):
     (checkpoint,) = folder.glob("checkpoint-*")
     files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.pt")]
     assert len(files) > 1
-    rows = set(map(str, metrics_of(folder)))  # as evaluations may be repeated
-    logs = rows, metrics_of(folder, "completions.jsonl")
+    logs = metrics_of(folder), metrics_of(folder, "completions.jsonl")
     return logs, {x.relative_to(folder): x.read_bytes() for x in files}
 
 
@@ -1999,13 +2001,11 @@ def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied, monkey
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[-2:]
     last, evaluation = map(json.loads, lines)
     assert set(METRICS.split()) <= last.keys() and last["peak_memory_gb"] > 0.1
-    run, held_out, _ = evaluations[-1]  # it is greedy
+    run, held_out = evaluations[-1]  # it is greedy
     prompts = grpo.pad([row["prompt_ids"] for row in held_out], "left")
     ids = grpo.generate(run.policy, *prompts, 1, 1, [0], temperature=0)
     scores = list(map(vary, run.tokenizer.batch_decode(ids, skip_special_tokens=True)))
     assert evaluation["eval/rewards/varied"] == approx(sum(scores) / len(scores))
-    with raises(Error, match="has a run"):
-        train(tmp_path, QUICK)
 
 
 def save_model(folder, kind, **options):
@@ -2030,12 +2030,15 @@ ARCHITECTURES = values("""
 """)
 
 
-@cases("kind, text", [("gemma3", "gemma3_text"), ("llava", "qwen2")])
+SEEING = dict(gemma3="gemma3_text", llava="qwen2", mistral3="mistral")
+
+
+@cases("kind, text", SEEING.items())
 @cases("tie", [True, False])
 def test_of_a_model_that_also_sees_the_text_model_is_loaded(tmp_path, kind, text, tie):
     config = AutoConfig.for_model(
         kind,
-        text_config=dict(SMALL | HEADS, model_type=text, vocab_size=47),
+        text_config=dict(SMALL | HEADS, model_type=text, vocab_size=54),
         vision_config=dict(SMALL, num_attention_heads=2, image_size=16, patch_size=8),
         tie_word_embeddings=tie,
     )
@@ -2045,6 +2048,25 @@ def test_of_a_model_that_also_sees_the_text_model_is_loaded(tmp_path, kind, text
     model, _, _ = grpo.load_model(str(tmp_path), 0)
     ids = torch.randint(47, (2, 7))
     assert torch.equal(model(ids).logits, whole(input_ids=ids).logits)
+    if tie:
+        return
+    lora = "--lora-rank 2" if importlib.util.find_spec("peft") else ""
+    for options in ("", lora):
+        run = tmp_path / f"run{options}"
+        options += f" --prompt-template {{question}} --model {tmp_path} --max-steps 1"
+        train(run, QUICK, options, "--max-completion-length 8")
+        for folder in (run / "sft", run / "checkpoint-1"):
+            _, info = AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True
+            )
+            assert not info["missing_keys"] and not info["unexpected_keys"]
+    if lora:
+        peft = pytest.importorskip("peft")
+        adapted = peft.AutoPeftModelForCausalLM.from_pretrained(
+            run / "checkpoint-1" / "adapter"
+        )
+        merged = adapted.merge_and_unload().state_dict()
+        assert_close(merged, weights_of(run / "checkpoint-1"))
 
 
 def test_a_model_that_fails_before_its_first_step_blocks_no_other(tmp_path, varied):
@@ -2111,7 +2133,7 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
     options = f"--data {data} --sft-steps 18 --max-steps 0 --temperature 0.7"
     train(tmp_path / "run", QUICK, options)
     assert losses[-1] < losses[0] - 1
-    ((_, held_out, _),) = evaluations
+    ((_, held_out),) = evaluations
     assert len(taught) == 36 and not taught & {row["prompt"] for row in held_out}
 
 
@@ -2167,10 +2189,7 @@ def test_a_failed_run_resumes_bit_for_bit(
         train(tmp_path / "cut", *options)
     assert bool(saved_steps(tmp_path / "cut")) == (fail_at == "4")
     monkeypatch.delenv("FAIL_AT")
-    if fail_at == "4":
-        resume(tmp_path / "cut")
-    else:  # no step was finished
-        train(tmp_path / "cut", *options)
+    resume(tmp_path / "cut")
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
 
 
@@ -2190,27 +2209,162 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
         words = "--resume", killed
     (killed / "partial").mkdir(exist_ok=True)
     (killed / "partial" / "stale.safetensors").write_text("")
-    (killed / "completions.jsonl").write_text("cut off")
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        with open(killed / name, "a") as log:
+            log.write('{"cut off')
     resume(killed, "--max-steps 32")
     assert end_of(killed) == end_of(tmp_path / "whole")
     assert not (killed / "partial").exists()
+
+
+def files_of(folder):
+    files = [x for x in sorted(folder.rglob("*")) if x.is_file()]
+    return {str(x): x.read_bytes() for x in files}
+
+
+def test_a_run_takes_only_a_new_or_empty_folder(tmp_path, varied, monkeypatch):
+    """Of others, a run's or not, it changes no byte; `sft` is somebody's model."""
+    for name in ("sft/config.json", "partial/mine", "metrics.jsonl", "options.json"):
+        for folder in (tmp_path / "theirs", tmp_path / name.replace("/", "-")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("mine")
+    for name, options in dict(rated="--sft-steps 0", taught="").items():
+        train(tmp_path / name, QUICK, options, "--max-steps 0")
+    before = files_of(tmp_path)
+    for folder in [x for x in tmp_path.iterdir() if x.is_dir()]:
+        monkeypatch.chdir(folder)
+        for options in ("--model sft", "--max-steps 0", varied):
+            with raises(Error, match="^. is not empty: --resume it, or take another"):
+                train(".", QUICK, options)
+    assert files_of(tmp_path) == before
+
+
+def test_a_mistake_at_the_start_can_be_typed_again(tmp_path, varied, monkeypatch):
+    """Also one that the first scoring finds, or a kill before it."""
+    monkeypatch.setenv("FAIL_AT", "1")
+    for _ in range(2):
+        with raises(Error, match="out of coffee"):
+            train(tmp_path / "run", QUICK, varied, "--sft-steps 0")
+    assert not (tmp_path / "run").exists()
+
+
+def test_of_two_runs_one_gets_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    runs = [grpo.Run(grpo.Config(seed=i)) for i in range(3)]
+    for run in runs:
+        grpo.claim(run)
+    names = [str(run.output_dir) for run in runs]
+    assert names == ["runs/tiny-now", "runs/tiny-now-2", "runs/tiny-now-3"]
+    runs = [grpo.Run(grpo.Config(seed=i, output_dir="one")) for i in range(2)]
+    grpo.claim(runs[0])
+    with raises(Error, match="one is not empty"):
+        grpo.claim(runs[1])
+    monkeypatch.setattr(grpo, "check_new", lambda folder: None)  # both saw it empty
+    with raises(FileExistsError):
+        grpo.claim(runs[1])
+    assert grpo.parse_args(["--resume", "one"]).seed == 0
+
+
+def test_supervised_steps_that_end_early_are_done_again(tmp_path, varied, monkeypatch):
+    options = SIX_STEPS, varied, "--max-steps 2"
+    train(tmp_path / "whole", *options)
+    update = grpo.update
+
+    def stop(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args)
+
+    monkeypatch.setattr(grpo, "update", stop)
+    with raises(grpo.Stop, match="SIGTERM after step 0") as error:
+        train(tmp_path / "cut", *options)
+    assert f"--resume {tmp_path}/cut" in error.value.__notes__[-1]
+    monkeypatch.setattr(grpo, "update", update)
+    resume(tmp_path / "cut")
+    assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
+
+
+@cases("call, step", [(4, 0), (5, 1), (6, None)])
+def test_a_signal_is_heeded_at_once_but_in_the_last_step(
+    tmp_path, varied, monkeypatch, call, step
+):
+    """In an evaluation, of four calls, no step follows; in the last step it is over."""
+    monkeypatch.setenv("STOP_AT", str(call))
+    options = QUICK, varied, "--sft-steps 0 --eval-every 2 --max-steps 2"
+    if step is None:
+        train(tmp_path, *options)
+    else:
+        with raises(grpo.Stop, match=f"SIGTERM after step {step}\n"):
+            train(tmp_path, *options)
+        assert metrics_of(tmp_path)[-1]["step"] == step
+        monkeypatch.delenv("STOP_AT")
+        resume(tmp_path)
+    found = [(row["step"], "eval/reward" in row) for row in metrics_of(tmp_path)]
+    assert found == [(0, True), (1, False), (2, False), (2, True)]
+
+
+def test_resuming_keeps_every_row_and_says_what_it_does(tmp_path, varied, capsys):
+    """The last evaluation stays; a torn line and what is beyond the checkpoint go."""
+    options = SIX_STEPS, varied, "--sft-steps 0 --eval-every 2 --max-steps"
+    train(tmp_path / "run", *options, 3)
+    before = files_of(tmp_path / "run")
+    resume(tmp_path / "run")
+    assert "is finished" in capsys.readouterr().out
+    assert files_of(tmp_path / "run").keys() == before.keys()
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 3]
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as log:
+        log.write('{"step": 4, "loss": 1}\n{"ste')
+    copy = tmp_path / "run" / "checkpoint-20-keep"
+    (tmp_path / "run" / "checkpoint-3").rename(copy)
+    resume(tmp_path / "run", "--max-steps 4 --save-every 2")
+    output = capsys.readouterr()
+    assert "run has no checkpoint: it begins anew" in output.out
+    assert saved_steps(tmp_path / "run") == [4] and copy.exists()
+    again = metrics_of(tmp_path / "run")
+    assert again[:5] == rows[:5] and [row["step"] for row in again[5:]] == [4, 4]
+    resume(tmp_path / "run", "--max-steps 5")
+    assert metrics_of(tmp_path / "run")[:7] == again
+    assert " 4/5 " in capsys.readouterr().err  # the bar
+
+
+def test_out_of_memory_ends_in_a_line_that_says_what_to_do(
+    tmp_path, varied, monkeypatch
+):
+    error = torch.OutOfMemoryError("CUDA out of memory.\nTried")
+    monkeypatch.setattr(grpo.MasterAdamW, "step", mock.Mock(side_effect=error))
+    options = (
+        f"{QUICK} {varied} --sft-steps 0 --eval-every 2 --output-dir {tmp_path}/run"
+    )
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *options.split()])
+    with raises(SystemExit, match="out of memory.*tokens 1024 .* --resume ") as stop:
+        grpo.main()
+    assert "\n" not in stop.value.code
+
+
+def test_memory_is_unknown_where_python_cannot_tell(monkeypatch):
+    assert grpo.peak_memory_gb() > 0.1
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert math.isnan(grpo.peak_memory_gb())
 
 
 def test_half_a_step_is_not_saved(tmp_path, varied, monkeypatch):
     step = grpo.MasterAdamW.step
     steps = [step, step, step, mock.Mock(side_effect=OSError("out of tea"))]
     monkeypatch.setattr(grpo.MasterAdamW, "step", lambda *args: steps.pop(0)(*args))
-    with raises(OSError, match="out of tea"):
+    with raises(OSError, match="out of tea") as stop:
         train(tmp_path, SIX_STEPS, varied, "--sft-steps 0 --num-iterations 2")
     assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == []
+    assert f"--resume {tmp_path}" in stop.value.__notes__[-1]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, varied, monkeypatch):
     options = SIX_STEPS, varied, "--sft-steps 0 --save-every 1 --max-steps"
     train(tmp_path, *options, 1)
     monkeypatch.setattr(torch, "save", mock.Mock(side_effect=OSError("no space left")))
-    with raises(OSError, match="no space left"):
+    with raises(Error, match="checkpoint-2 .*no space left.* GiB") as stop:
         resume(tmp_path, "--max-steps 2")
+    assert stop.value.__context__.__context__ is None  # it was tried once
     assert saved_steps(tmp_path) == [1]
 
 
@@ -2219,17 +2373,26 @@ def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", tracker)
     monkeypatch.setenv("WANDB_RUN_ID", "")
     options = SIX_STEPS, varied, "--sft-steps 0 --report-to trackio --max-steps 1"
-    train(tmp_path / "run", *options)
-    resume(tmp_path / "run", "--max-steps 2")
+    names = []
+    for folder in (tmp_path / "a" / "run", tmp_path / "b" / "run"):
+        train(folder, *options)
+        resume(folder, "--max-steps 2")
+        names.append(os.environ["WANDB_RUN_ID"])
+    assert names[0] != names[1] and all(x.startswith("run-") for x in names)
     expected = []
-    for start, how in zip(tracker.init.call_args_list, ("never", "allow")):
+    rows = [
+        x
+        for folder in "ab"
+        for x in (tmp_path / folder / "run" / "metrics.jsonl").open()
+    ]
+    starts = tracker.init.call_args_list
+    for start, name, row in zip(starts, [names[0]] * 2 + [names[1]] * 2, rows):
         config = start.kwargs["config"]
         assert config["report_to"] == "trackio"
-        start = dict(project="grpo", name="run", config=config, resume=how)
-        expected += [mock.call.init(**start), mock.ANY, mock.call.finish()]
-    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())
-    for i, metrics in enumerate(rows):
-        expected[3 * i + 1] = mock.call.log(metrics, step=metrics.pop("step"))
+        start = dict(project="grpo", name=name, config=config, resume="allow")
+        metrics = json.loads(row)
+        log = mock.call.log(metrics, step=metrics.pop("step"))
+        expected += [mock.call.init(**start), log, mock.call.finish()]
     assert tracker.mock_calls == expected
 
 
@@ -2242,7 +2405,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path):
     last = metrics_of(tmp_path)[-1]["step"]
     assert (tmp_path / f"checkpoint-{last}").exists()
     error = process.stderr.read().splitlines()[-1]
-    assert f"SIGTERM after step {last}: --resume {tmp_path}" in error
+    assert re.search(f"SIGTERM after step {last}.* --resume {tmp_path}", error)
 
 
 SLOW = "import time\ndef slow(**columns):\n    print('asked', flush=True)\n"
@@ -2251,8 +2414,8 @@ SLOW = "import time\ndef slow(**columns):\n    print('asked', flush=True)\n"
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW + "    time.sleep(60)")
     options = f"{QUICK} --eval-every 0 --reward {tmp_path}/slow.py:slow"
-    process = start(options, "--output-dir", tmp_path)
-    for pipe, word in ((process.stdout, "asked"), (process.stderr, "finishing")):
+    process = start(options, "--output-dir", tmp_path / "run")
+    for pipe, word in ((process.stdout, "asked"), (process.stderr, "stopping")):
         while word not in pipe.readline() and process.poll() is None:
             pass
         process.send_signal(signal.SIGTERM)
@@ -2261,7 +2424,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
 
 def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(tmp_path, varied):
     train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
-    with raises(Error, match="step 5 .*not saved.* of step 4$"):
+    with raises(Error, match="step 5 .*not saved.* of step 4\\n"):
         resume(tmp_path, "--max-steps 20 --learning-rate 1e30")
     assert saved_steps(tmp_path) == [4]
     resume(tmp_path, "--max-steps 20 --learning-rate 1e-3")
@@ -2293,6 +2456,7 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --data {folder}/table.parquet | table.parquet:1
 --data {folder}/latin-1.jsonl | latin-1.jsonl:1
 --resume {folder}/none | options.json
+--output-dir {folder} | not empty
 --resume {folder} --model no/such/folder | its own model
 --learning-rate inf | --learning-rate
 --reward accuracy =0.2 | --reward =0.2
@@ -2377,9 +2541,15 @@ def on_each_rank(folder):
     train(f"{folder}/whole", *options)
     if grpo.RANK == 1:
         os.environ["STOP_AT"] = "3"
-    with raises(Error, match="SIGTERM after step 3: --resume"):
+    with raises(grpo.Stop, match="SIGTERM after step 3\\n"):
         train(f"{folder}/cut", *options)
     os.environ.pop("STOP_AT", None)
+    if grpo.RANK == 1:
+        os.environ["FAIL_AT"] = "2"
+    grpo.import_file.cache_clear()
+    with raises(grpo.Stop, match="the reward varied raised .*out of coffee"):
+        resume(f"{folder}/cut")
+    os.environ.pop("FAIL_AT", None)
     sys.argv = ["grpo.py", "--resume", f"{folder}/cut"]
     grpo.main()
 
@@ -2396,7 +2566,8 @@ def two_ranks(tmp_path_factory):
         command, capture_output=True, text=True, timeout=300, env=environment
     )
     assert result.returncode == 0, result.stderr
-    assert f"going on from {folder}/cut/checkpoint-3" in result.stdout
+    for step in (3, 4):
+        assert f"going on from {folder}/cut/checkpoint-{step}" in result.stdout
     return folder
 
 
@@ -2411,7 +2582,7 @@ def test_two_ranks_take_the_gradient_of_one_process(two_ranks):
 def test_two_ranks_draw_different_samples(two_ranks):
     """All rows are the same."""
     seen = [(two_ranks / f"seen{rank}").read_text().splitlines() for rank in (0, 1)]
-    assert seen[0][0] != seen[1][0] and len(seen[0]) == len(seen[1])
+    assert seen[0][0] != seen[1][0] and len(seen[0]) == len(seen[1]) + 1  # that failed
 
 
 def test_a_signal_to_one_rank_ends_all_and_resuming_loses_nothing(two_ranks):
@@ -2442,7 +2613,8 @@ def test_ranks_share_the_held_out_rows(size, monkeypatch):
     config = grpo.Config(prompts_per_step=1, num_generations=size)
     for rank in (0, 1):
         monkeypatch.setattr(grpo, "RANK", rank)
-        grpo.evaluate(SimpleNamespace(config=config), [*range(7)], 0)
+        run = SimpleNamespace(config=config, step=0, evaluated_step=-1)
+        grpo.evaluate(run, [*range(7)])
         assert len(seen) == 3 * (rank + 1)
     assert sorted(seen) == [*range(6)]
 
