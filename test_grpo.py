@@ -4,7 +4,6 @@ the loss against TRL's, then whole runs. `python -m pytest` runs on a CPU, offli
 
 import ast
 import copy
-import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -77,7 +75,6 @@ def watch(monkeypatch, name):
 
 
 # -------------------------------------------------------------------- worked examples
-
 ADVANTAGES = """
 1 0 0 1 0 0 1 1 | 4 | group | 0.866 -0.866 -0.866 0.866 -0.866 -0.866 0.866 0.866
 1 0 0 1 1 0 0 1 | 8 | group | .9354 -0.9354 -0.9354 0.9354 0.9354 -0.9354 -0.9354 0.9354
@@ -110,7 +107,6 @@ def test_ratio_and_clip_of_worked_examples():
 
 
 # -------------------------------------------------------------------- completion_mask
-
 MASKS = """
 5 6 7 | 2 | 1 1 1
 2 6 7 | 2 | 1 0 0
@@ -131,7 +127,6 @@ def test_completion_mask_runs_through_the_first_eos(ids, eos_token_ids, expected
 
 
 # ----------------------------------------------------------------- answers and rewards
-
 EXTRACTED = r"""
 so \boxed{42}. | 42
 \boxed{1} then \boxed{\frac{1}{2}} | \frac{1}{2}
@@ -141,20 +136,14 @@ broken off in 5 \boxed{4 | None
 #### 3 and then #### 1,234 | 1,234
 #### 18 dollars | 18 dollars
 so 5 #### | 5
-the numbers 3 and then 4. | 4
-14, which is right. | 14
 it costs $80,000.00. | $80,000.00
-it costs -$5, | -$5
 that is −5 | -5
 so $10{,}080$ | $10,080
 7-5 | 5
 5-3=2 | 2
-pages 3-5 | 5
 (pages 3–5). | 5
-one half is 1/2 | 1/2
 it is \(-\frac{3}{4}\). | -3/4
 it is $.5$. | $.5
-**18** | 18
 <answer>18</answer> | 18
 48+24 = <<48+24=72>>72 clips. | 72
 a 50% share | 50
@@ -170,7 +159,7 @@ $80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \frac{1}{2}|0.5; 1/2|0.5
 \[7\]|7; \text{Yes}|yes; \text{(A)}|A; (B)|B; b|B; (C).|c; New  York|new york
 \text{18}|18; 12,345,678|12345678; 1{,}234{,}567.5|2469135/2; 3/04|0.75; 5 cm|5 CM
 \frac{1}{2}\%|0.5; 10,\!080|10080; 80\,000|80000; 7 tenths|7 Tenths; yes.|Yes
-x^2|X^2; 1/0|1/0
+x^2|X^2; 1/0|1/0; x = \frac{1}{2}|0.5
 """
 DIFFERENT = r"""
 1|11; 5|-5; 80|80000; 1,2|12; 1{,}2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 x|5; -x|x
@@ -197,8 +186,6 @@ HOSTILE_TEXTS = r"""
 \frac{1}{ 30_000; 9 100_000; 1, 50_000; ,111 30_000; 1/ 50_000; - 100_000
 ( 100_000; $\ 50_000; x= 50_000; < 100_000; . 100_000
 #### 50_000; <think> 20_000; <think></think> 20_000"""
-
-
 FORMATS = r"""
 Q | <think>a</think>b | 1
 Q | <think>\na\n</think>\n\nb  | 1
@@ -269,27 +256,6 @@ def test_rewards_of_answers(reward, row):
     assert reward([""] * size, texts, [gold] * size, **columns) == expected
 
 
-def test_math_works_in_threads_and_names_the_missing_package(monkeypatch):
-    columns = [""], [r"\boxed{\sqrt{8}}"], [r"2\sqrt2"]
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(grpo.math_reward, *columns).result() == [1.0]
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with raises(ModuleNotFoundError, match="math_verify"):
-        grpo.load_rewards(["math"])
-
-
-NO_ANSWERS = r'[null, true, NaN, "", " ", [], ["1", null], "\\boxed{1", "####", {}]'
-
-
-def test_gold_answers_are_marked_or_the_whole_text_or_alternatives():
-    assert grpo.gold_answers("2 + 16\n#### 18") == ["18"]
-    golds = grpo.gold_answers([r"so \boxed{\frac12}", 0.5, 0, " a\nb"])
-    assert golds == [r"\frac12", "0.5", "0", "a\nb"]
-    for unusable in json.loads(NO_ANSWERS):
-        with raises(ValueError, match="is no answer"):
-            grpo.gold_answers(unusable)
-
-
 @cases("case", re.split("; |\n", HOSTILE_TEXTS.strip()))
 def test_hostile_texts_cost_milliseconds(case):
     piece, count = case.split()
@@ -309,7 +275,6 @@ def test_format_reward(prompt, completion, expected):
 
 
 # --------------------------------------------------------------------------- the loss
-
 VARIANTS = [
     dict(loss_type=loss_type, importance_sampling_level=level)
     for loss_type in ("grpo", "dapo", "dr_grpo")
@@ -353,10 +318,9 @@ def slow_loss(logp, old_logp, ref_logp, advantages, mask, variant, high):
             d = ref_logp[i, t] - logp[i, t]
             kl = d.exp() - d - 1
             row = row - surrogate + 0.1 * kl
-            values = kl.item(), -logp[i, t].item(), ratio.item(), float(is_clipped)
-            names = "kl", "entropy", "ratio_mean", "clip_fraction"
-            for name, value in zip(names, values):
-                metrics[name] += value / num_tokens
+            means = dict(kl=kl, entropy=-logp[i, t], ratio_mean=ratio)
+            for name, value in dict(means, clip_fraction=is_clipped).items():
+                metrics[name] += value.item() / num_tokens
         sizes = dict(grpo=max(1, len(tokens)) * len(mask), dapo=num_tokens)
         total += row / sizes.get(loss_type, 9 * len(mask))
     return total, metrics
@@ -394,6 +358,7 @@ def test_without_old_log_probs_the_policy_is_the_old_one(variant):
     for found in results[1:]:
         assert_close(found, results[0])
     assert metrics["ratio_mean"] == 1 and metrics["clip_fraction"] == 0
+    assert not any(mean.requires_grad for mean in metrics.values())
 
 
 @variants
@@ -410,18 +375,12 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(variant, junk):
         assert some.any() == (loss != 0) == any(metrics.values())
 
 
-def test_k3_is_an_unbiased_estimate_of_the_divergence():
-    policy, reference = numbers("0.5 0.3 0.2").log(), numbers("0.2 0.3 0.5").log()
-    k3 = grpo.kl_k3(policy, reference)
-    divergence = policy.exp() * (policy - reference)
-    assert_close((policy.exp() * k3).sum(), divergence.sum())
+def test_k3_of_the_worked_example_and_of_a_small_difference():
     found = grpo.kl_k3(numbers("-0.356675 -1"), numbers("-0.693147 -1.0001"))
     assert found.tolist() == approx([0.050758, 5e-9], rel=1e-2)
 
 
 # ------------------------------------------------------------------------- TRL's loss
-
-
 def trl_loss(logp, inputs, loss_type, importance_sampling_level, beta, high):
     """GRPOTrainer's own method, on a stand-in with the attributes that it reads."""
     arguments = SimpleNamespace(
@@ -488,16 +447,11 @@ def test_loss_and_gradient_are_those_of_trl(variant, beta, moved, high, seed):
 
 
 # ------------------------------------------------------------------------- advantages
-
-
 @cases("value", numbers("0.1 0.3 0.7 1 -2.3 1e-8 12345.678"))
 def test_equal_rewards_have_exactly_no_advantage(value):
     rewards = torch.cat([value.repeat(8), numbers("0 1 0 1 0 1 0 1")])
     for scale_rewards in ("group", "none"):
         assert not grpo.group_advantages(rewards, 8, scale_rewards)[:8].any()
-    step_rewards = [[value] * 3, [value] * 5]
-    step_ends = [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert not grpo.process_advantages(step_rewards, step_ends, 2, 5).any()
 
 
 STEPS = json.loads("""[
@@ -527,6 +481,7 @@ def test_process_advantages_are_those_of_the_loops(scale):
 
 WRONG_CALLS = """
 grpo.token_logprobs(tiny_model(), *right_padded()) | ValueError: .* on the left
+grpo.shared_logprobs(tiny_model(), *right_padded()) | ValueError: .* on the left
 grpo.generate(tiny_model(), *right_padded()[:2], 1, 1, 1) | ValueError: .* on the left
 grpo.grpo_loss(*random_batch(), loss_type="x") | ValueError: .* is unknown
 grpo.grpo_loss(*random_batch(), importance_sampling_level="x") | ValueError: .* unknown
@@ -537,14 +492,12 @@ grpo.group_advantages(torch.zeros(5), 2) | ValueError: .* groups of 2
 grpo.group_advantages(torch.zeros(4), 8) | ValueError: .* groups of 8
 grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3) | ValueError: zip
 grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1, 2]], 2, 3) | ValueError: zip
-encode(["1"], RAISING, chat_template="on", system_prompt="a") | Error: --chat.*no system
-encode(["1"], None, chat_template="on") | Error: --chat-template: .*not set
-grpo.token_logprobs(tiny_model().train(), *ragged_batch()) | ValueError: not in eval
-grpo.choose_paths(tiny_model("rwkv")) | ValueError: its cache changes
-grpo.choose_paths(tiny_model("recurrent_gemma")) | ValueError: padding or
-grpo.choose_paths(tiny_model("bert")) | ValueError: its cache changes
-grpo.choose_paths(tiny_model("mamba")) | ValueError: its cache changes
-grpo.choose_paths(tiny_model("minimax")) | ValueError: MiniMax.* is not compatible
+grpo.shared_logprobs(tiny_model().train(), *ragged_batch()) | ValueError: not in eval
+grpo.choose_logprobs(tiny_model("rwkv")) | ValueError: its cache changes
+grpo.choose_logprobs(tiny_model("recurrent_gemma")) | ValueError: padding changes
+grpo.choose_logprobs(tiny_model("bert")) | ValueError: its cache changes
+grpo.choose_logprobs(tiny_model("mamba")) | ValueError: its cache changes
+grpo.choose_logprobs(tiny_model("minimax")) | ValueError: it cannot be sampled: MiniMax
 """
 
 
@@ -556,9 +509,8 @@ def test_wrong_calls_are_errors(call, error):
 
 
 # -------------------------------------------------------------------------- log-probs
-
 SHAPE = json.loads("""{
-"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+"vocab_size": 150, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
 "max_position_embeddings": 64, "original_max_position_embeddings": 16,
 "initializer_range": 0.3, "eos_token_id": 1, "pad_token_id": 39,
@@ -568,6 +520,7 @@ OPTIONS = json.loads("""{
 "qwen2 untied": {"tie_word_embeddings": false},
 "mistral": {"sliding_window": 3},
 "gemma2": {"sliding_window": 4},
+"gemma2 small": {"initializer_range": 0.02},
 "phi3": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4,
     "short_factor": [1, 1, 1, 1], "long_factor": [4, 4, 4, 4],
     "original_max_position_embeddings": 16}},
@@ -580,8 +533,9 @@ OPTIONS = json.loads("""{
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4,
     "initializer_range": 0.1}}""")
 SHARED = "qwen2|qwen2 untied|llama|gpt2|mistral|lfm2|nemotron_h|qwen3_5_text".split("|")
-OWN_LOGITS = ["gemma2", "cohere", "phi"]  # which are not head(hidden)
-APART = ["jamba"]  # whose layers do not go on from a cache with more than one token
+# Logits that are not head(hidden); layers that do not go on from a cache with more than
+# one token.
+PLAIN = ["gemma2", "cohere", "phi", "jamba"]
 
 
 def tiny_model(kind="qwen2", seed=0, **options):
@@ -619,32 +573,29 @@ def slow_logprobs(
         prompt = prompt_ids[b, prompt_mask[b]]
         completion = completion_ids[i, mask[i]]
         ids = torch.cat([prompt, completion])
-        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
         tokens = torch.arange(len(completion))
         logp[i, tokens] = logits.log_softmax(1)[tokens, completion]
     return logp
 
 
-PATHS = [(True, False), (True, True), (False, False), (False, True)]
-paths = cases("path", PATHS)  # prompts are shared, own logits
-
-
-@cases("kind", SHARED + OWN_LOGITS + APART)
+@cases("kind", SHARED + PLAIN)
 @cases("temperature, length", [(1.0, 6), (0.7, 6), (0.7, 2), (0.7, 1)])
-def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature, length):
+def test_log_probs_are_those_of_one_forward_per_row(
+    kind, temperature, length, monkeypatch
+):
+    """Also when the output layer is run in parts, here of 64 words."""
+    monkeypatch.setattr(grpo.ChunkedLogprobs, "logits_at_once", 1)
     model, batch = tiny_model(kind), ragged_batch(length=length)
     before = copy.deepcopy(batch)
     weights = torch.randn(6, length)
     params = list(model.parameters())
     results = []
-    for path in [None, *PATHS]:
-        if path and (path[0] and kind in APART or not path[1] and kind in OWN_LOGITS):
+    for way in (slow_logprobs, grpo.token_logprobs, grpo.shared_logprobs):
+        if kind in PLAIN and way == grpo.shared_logprobs:
             continue
-        logp = slow_logprobs(model, *batch, temperature)
-        if path:
-            logp = grpo.token_logprobs(model, *batch, temperature, *path)
-        loss = (logp * weights).sum()
-        grads = gradient(loss, params, materialize_grads=True)
+        logp = way(model, *batch, temperature)
+        grads = gradient((logp * weights).sum(), params, materialize_grads=True)
         results.append([logp, *grads])
     for found in results[1:]:
         assert_close(found, results[0], atol=5e-4, rtol=1e-3)
@@ -652,42 +603,31 @@ def test_token_logprobs_are_those_of_one_forward_per_row(kind, temperature, leng
     assert_close(batch, before)
 
 
-@paths
-def test_log_probs_of_bfloat16_weights_are_float32_of_their_logits(path):
+@cases("way", [grpo.token_logprobs, grpo.shared_logprobs])
+def test_log_probs_of_bfloat16_weights_are_float32_of_their_logits(way):
     """Of the logits as sampling has them: rounded to bfloat16, then divided."""
-    model = tiny_model(hidden_size=64, initializer_range=0.4).bfloat16()
-    prompt_ids, prompt_mask, ids, mask = batch = ragged_batch()
-    found = grpo.token_logprobs(model, *batch, 1.0, *path)
+    model, batch = tiny_model(hidden_size=64, initializer_range=0.4), ragged_batch()
+    found = way(model.bfloat16(), *batch, 0.7)
     assert found.dtype == torch.float32 and found.max() <= 0
-    prompts = prompt_ids.repeat_interleave(3, 0), prompt_mask.repeat_interleave(3, 0)
-    attention_mask = torch.cat([prompts[1], mask], 1)
-    all_ids = torch.cat([prompts[0], ids], 1)
-    logits = grpo.forward(model, all_ids, attention_mask).logits[:, -7:-1].float()
-    expected = logits.log_softmax(2).gather(2, ids[:, :, None])[:, :, 0] * mask
-    assert_close(found, expected, atol=0.15, rtol=0.02)
+    expected = slow_logprobs(model, *batch, 0.7)
+    assert_close(found, expected, atol=0.2, rtol=0.02)
     assert (found - expected).mean().abs() < 0.01  # no bias
 
 
-@cases("dtype, tolerance", [(torch.float64, 5e-5), (torch.bfloat16, 0.04)])
-def test_chunked_log_probs_are_those_of_the_whole_vocabulary(
-    dtype, tolerance, monkeypatch
-):
+def test_chunked_log_probs_are_those_of_the_whole_vocabulary(monkeypatch):
+    """Sums over 200 parts are not rounded to bfloat16."""
+    monkeypatch.setattr(grpo.ChunkedLogprobs, "logits_at_once", 1)
     torch.manual_seed(0)
-    weight = (1 + 0.1 * torch.randn(12_800, 6)).to(dtype).requires_grad_()
-    hidden = (0.1 * torch.randn(7, 6)).to(dtype).requires_grad_()
-    targets = torch.tensor([0, 5, 5, 127, 128, 6000, 12_799])
-    inputs = hidden, weight
-    scale = torch.randn(7)
+    weight = (1 + 0.1 * torch.randn(12_800, 6)).bfloat16()
+    hidden = (0.1 * torch.randn(7, 6)).bfloat16().requires_grad_()
+    targets = torch.arange(7)
     logits = hidden.double() @ weight.double().t() / 0.7
-    logp = logits.log_softmax(1)[range(7), targets]
-    expected = logp, *gradient((logp * scale).sum(), inputs)
-    for size in (1, 1000, 10**6):  # 200 parts, 100, one
-        monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", size)
-        logp = grpo.ChunkedLogprobs.apply(hidden, weight, targets, 0.7)
-        found = logp, *gradient((logp * scale).sum(), inputs)
-        for x, y in zip(found, expected):
-            assert (x - y).norm() < tolerance * y.norm()
-        assert logp.dtype == torch.float32
+    expected = logits.log_softmax(1)[targets, targets]
+    found = grpo.ChunkedLogprobs.apply(hidden, weight, targets, 0.7)
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() < 0.001 * expected.norm()
+    x, y = (gradient(logp.sum(), hidden)[0] for logp in (found, expected))
+    assert (x - y).norm() < 0.04 * y.norm()
 
 
 def test_logits_are_rounded_and_then_divided_by_the_temperature():
@@ -707,7 +647,6 @@ def test_a_token_that_is_certain_has_log_prob_0_and_no_gradient():
     hidden = (3 * weight[:50]).requires_grad_()
     logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.arange(50), 1.0)
     assert logp.abs().max() < 1e-3
-    assert gradient(1.238 * logp.sum(), hidden)[0].abs().max() < 1e-3
     weight = torch.eye(64).bfloat16()
     hidden = (8.5 * weight[:1]).requires_grad_()  # nearly certain
     logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.tensor([0]), 1.0)
@@ -728,11 +667,11 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch):
-    monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", 1000)
+    monkeypatch.setattr(grpo.ChunkedLogprobs, "logits_at_once", 1000)
     model, batch = tiny_model(vocab_size=500), ragged_batch(8)
     assert batch[-1].sum() > 32  # more logits than the output layer has weights
     with LargestTensor() as largest:
-        grpo.token_logprobs(model, *batch).sum().backward()
+        grpo.shared_logprobs(model, *batch).sum().backward()
     assert largest.size == 500 * 32
     hidden = torch.randn(4, 32, requires_grad=True)
     weight = torch.randn(500, 32)  # frozen, as with LoRA: no gradient is made for it
@@ -742,21 +681,17 @@ def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch):
     assert largest.size == 192 * 32  # words at once
 
 
-@cases("kind", [*SHARED, "phi3", *OWN_LOGITS, *APART])
-def test_models_share_prompts_as_far_as_they_bear_it(kind):
+@cases("kind", [*SHARED, "phi3", *PLAIN, "gemma2 small"])
+def test_the_fast_way_is_chosen_where_it_is_right(kind, capsys):
     model = tiny_model(kind)
     if kind == "phi":
         torch.nn.init.normal_(model.lm_head.bias)
-    expected = kind not in APART, kind in [*OWN_LOGITS, *APART]
-    assert grpo.choose_paths(model) == expected
+    name = "shared_logprobs" if kind in [*SHARED, "phi3"] else "token_logprobs"
+    assert grpo.choose_logprobs(model) == getattr(grpo, name)
+    assert capsys.readouterr().out.endswith(f"log-probs by {name}\n")
 
 
-def test_a_cap_that_small_weights_hide_is_seen():
-    model = tiny_model("gemma2", initializer_range=0.02)
-    assert grpo.choose_paths(model) == (True, True)
-
-
-class Detached(transformers.DynamicCache):
+class Detached(grpo.PromptCache):
     """A cache through which no gradient flows."""
 
     def reorder_cache(self, rows):
@@ -766,18 +701,8 @@ class Detached(transformers.DynamicCache):
 
 
 def test_values_that_agree_are_not_enough(monkeypatch):
-    monkeypatch.setattr(grpo, "DynamicCache", Detached)
-    assert grpo.choose_paths(tiny_model()) == (False, True)
-
-
-def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path):
-    model, tokenizer = grpo.tiny_model(0)
-    weights = model.state_dict()
-    del weights["model.norm.weight"]
-    model.save_pretrained(tmp_path, state_dict=weights)
-    tokenizer.save_pretrained(tmp_path)
-    with raises(ValueError, match="it lacks model.norm.weight"):
-        grpo.load_model(str(tmp_path), 0)
+    monkeypatch.setattr(grpo, "PromptCache", Detached)
+    assert grpo.choose_logprobs(tiny_model()) == grpo.token_logprobs
 
 
 def test_lengths_at_which_log_probs_change_are_the_limit():
@@ -786,15 +711,15 @@ def test_lengths_at_which_log_probs_change_are_the_limit():
 
 
 @cases("error", [torch.OutOfMemoryError, torch.AcceleratorError])
-@cases("function", ["token_logprobs", "generate"])
+@cases("function", ["shared_logprobs", "generate"])
 def test_a_fault_of_the_device_is_not_the_model(error, function, monkeypatch):
-    monkeypatch.setattr(grpo, function, mock.Mock(side_effect=error("CUDA error")))
+    mocked = mock.Mock(side_effect=error("CUDA error"), __name__=function)
+    monkeypatch.setattr(grpo, function, mocked)
     with raises(error):
-        grpo.choose_paths(tiny_model())
+        grpo.choose_logprobs(tiny_model())
 
 
 # --------------------------------------------------------------------------- sampling
-
 kinds = cases("kind", ["qwen2", "gpt2", "mistral", "gemma2", "lfm2", "jamba"])
 HOSTILE = json.loads("""{
 "do_sample": true, "temperature": 0.01, "top_p": 0.1, "top_k": 1,
@@ -804,15 +729,14 @@ HOSTILE = json.loads("""{
 
 
 def assert_drawn_from(probs, draws):
-    """Pearson's chi-square test; of right samplers one seed in 10,000 fails it."""
+    """Pearson's chi-square test."""
     counts = draws.bincount(minlength=len(probs))
     expected = len(draws) * probs
     possible = expected > 0
     assert not counts[~possible].any()
     statistic = ((counts - expected) ** 2 / expected)[possible].sum()
-    degrees = possible.sum() - 1
-    spread = 2 / (9 * degrees)  # Wilson and Hilferty's approximation of the quantile
-    assert statistic < degrees * (1 - spread + 3.719 * spread.sqrt()) ** 3
+    degrees = possible.sum() - 1  # the mean of the statistic; twice that its variance
+    assert statistic < degrees + 5 * (2 * degrees).sqrt()
 
 
 def test_sample_draws_from_the_softmax():
@@ -822,6 +746,7 @@ def test_sample_draws_from_the_softmax():
     draws = grpo.sample(logits.expand(200_000, 300), temperature=1.3)
     assert_drawn_from((logits / 1.3).softmax(0), draws)
     assert grpo.sample(logits[None], temperature=0) == logits.argmax()
+    assert grpo.sample(torch.full((3, 5), math.nan)).max() < 5  # is a token
 
 
 def test_sample_knows_each_of_150_000_improbable_words(monkeypatch):
@@ -829,68 +754,53 @@ def test_sample_knows_each_of_150_000_improbable_words(monkeypatch):
     logits[0, 0] = 18.8  # leaves them 1 in 1000
     probs = logits.softmax(1).double()
     cdf = probs.cumsum(1) / probs.sum()
-    for word in range(1, 150_000, 9_999):
-        draw = cdf[:, word - 1 : word + 1].mean(1, keepdim=True)
-        monkeypatch.setattr(torch, "rand_like", lambda x, draw=draw: draw.to(x))
-        assert grpo.sample(logits) == word
-
-
-def test_sample_of_nan_is_a_token():
-    assert grpo.sample(torch.full((3, 5), math.nan)).max() < 5
+    draw = cdf[:, 99_998:100_000].mean(1, keepdim=True)
+    monkeypatch.setattr(torch, "rand_like", lambda x: draw.to(x))
+    assert grpo.sample(logits) == 99_999
 
 
 @kinds
 def test_samples_come_from_the_policy(kind):
-    """The first two tokens against forwards without padding, whatever the model's
-    generation config says."""
+    """The first two tokens, whatever the model's generation config says."""
     model = tiny_model(kind, vocab_size=8, pad_token_id=0)
-    hostile = transformers.GenerationConfig(**HOSTILE)
-    model.generation_config = hostile
+    model.generation_config = transformers.GenerationConfig(**HOSTILE)
     prompt_ids, prompt_mask, *_ = ragged_batch()
     prompt_ids = prompt_ids % 8
     ids = grpo.generate(
         model, prompt_ids, prompt_mask, 10_000, 2, [1, 5], temperature=1.2
     )
-    assert model.generation_config is hostile
-    for b in range(2):
-        prompt = prompt_ids[b, prompt_mask[b]]
-        longer = torch.cat([prompt.expand(8, -1), torch.arange(8)[:, None]], 1)
-        with torch.no_grad():
-            first = (model(prompt[None]).logits[0, -1] / 1.2).softmax(0)
-            second = (model(longer).logits[:, -1] / 1.2).softmax(1)
-        second[[1, 5]] = numbers("0 1 0 0 0 0 0 0")  # EOS after EOS
-        draws = ids[b * 10_000 : (b + 1) * 10_000]
-        assert_drawn_from(
-            (first[:, None] * second).flatten(), draws @ torch.tensor([8, 1])
-        )
+    texts = torch.cartesian_prod(torch.arange(8), torch.arange(8)).repeat(2, 1)
+    mask = grpo.completion_mask(texts, [1, 5])
+    with torch.no_grad():
+        logp = grpo.token_logprobs(model, prompt_ids, prompt_mask, texts, mask, 1.2)
+    probs = logp.sum(1).exp() * (mask[:, 1] | (texts[:, 1] == 1))  # EOS after EOS
+    draws = ids @ torch.tensor([8, 1])
+    for found, expected in zip(draws.view(2, -1), probs.view(2, -1)):
+        assert_drawn_from(expected, found)
 
 
 @kinds
-def test_greedy_completions_are_those_of_transformers(kind):
-    model, eos = tiny_model(kind), list(range(1, 9))
+def test_greedy_completions_are_those_of_transformers(kind, monkeypatch):
+    """Rows that have finished leave the batch."""
+    model, eos = tiny_model(kind, use_cache=False), list(range(1, 31))
     prompt_ids, prompt_mask, *_ = ragged_batch()
-    found = grpo.generate(model, prompt_ids, prompt_mask, 1, 12, eos, temperature=0)
     options = dict(do_sample=False, max_new_tokens=12, pad_token_id=1, eos_token_id=eos)
-    for b in range(2):
-        prompt = prompt_ids[b, prompt_mask[b]]
-        expected = model.generate(prompt[None], **options)[0, len(prompt) :].tolist()
-        assert found[b].tolist() == expected + [1] * (12 - len(expected))
-
-
-def test_finished_rows_leave_the_batch(monkeypatch):
-    model = tiny_model(use_cache=False)
-    prompt_ids, prompt_mask, *_ = ragged_batch()
-    torch.manual_seed(0)
+    expected = torch.ones(2, 12).long()
+    for row, prompt, mask in zip(expected, prompt_ids, prompt_mask):
+        ids = model.generate(prompt[mask][None], **options)[0, mask.sum() :]
+        row[: len(ids)] = ids
     calls = watch(monkeypatch, "forward")
-    eos = list(range(1, 9))
-    ids = grpo.generate(model, prompt_ids, prompt_mask, 50, 60, eos)
-    lengths = grpo.completion_mask(ids, eos).sum(1)
+    found = grpo.generate(model, prompt_ids, prompt_mask, 1, 12, eos, temperature=0)
+    assert torch.equal(found, expected)
+    lengths = grpo.completion_mask(found, eos).sum(1)
     num_tokens = sum(ids.numel() for _, ids, *_ in calls)
     assert num_tokens == prompt_ids.numel() + (lengths - 1).sum()
-    assert len(calls) == lengths.max() < 60  # it stops when all have finished
+    assert len(calls) == lengths.max()
 
 
-def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(tmp_path):
+def test_a_loaded_model_is_whole_float32_without_dropout_and_knows_all_its_eos(
+    tmp_path,
+):
     model, tokenizer = grpo.tiny_model(0)
     model.config.attention_dropout = 0.5
     model.bfloat16().save_pretrained(tmp_path)
@@ -902,57 +812,41 @@ def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(tmp_pat
     assert model.dtype == torch.float32
     first, second = (grpo.token_logprobs(model, *ragged_batch()) for _ in range(2))
     assert torch.equal(first, second)
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with raises(ValueError, match="it lacks model.norm.weight"):
+        grpo.load_model(str(tmp_path), 0)
 
 
 # ----------------------------------------------------------------------------- update
+# Lengths of prompts and completions, budget, way, shapes of the parts. The last two: 2
+# times 3 and 2 tokens, as the prompt is repeated, and 2 times 65536 logits for each.
+PARTS = """
+1 1 1 1 | 9 9 1 1 9 9 1 1 | 40 | shared | (4, 1) (4, 9)
+1 | 9 1 9 1 | 20 | shared | (2, 1) (2, 9)
+3 | 2 2 | 14 | token | (2, 2)
+3 | 2 2 | 13 | token | (1, 2) (1, 2)
+"""
 
 
-def numbered_rows(lengths):
-    """Ids, each of which is the number of its row, and their mask."""
-    mask = torch.arange(30) < lengths[:, None]
-    return torch.arange(len(lengths))[:, None].expand(mask.shape), mask
-
-
-def micro_batches(prompts, completions, budget):
-    config = SimpleNamespace(micro_batch_tokens=budget)
-    run = SimpleNamespace(reference=None, share_prompts=True, config=config)
-    batch = grpo.Batch(*prompts, *completions, advantages=completions[0] + 1)
-    return grpo.micro_batches(run, batch)
-
-
-@cases("budget", [1, 40, 100, 300, 10_000])
-def test_micro_batches_hold_every_row_once_within_the_budget(budget):
-    for seed in range(50):
-        torch.manual_seed(seed)
-        num_prompts, size = torch.randint(1, 9, (2,)).tolist()
-        prompts = numbered_rows(torch.randint(1, 30, (num_prompts,)))
-        prompts = prompts[0], prompts[1].flip(1)  # left-padded
-        completions = numbered_rows(torch.randint(1, 30, (num_prompts * size,)))
-        parts = micro_batches(prompts, completions, budget)
-        everything = torch.cat([part.completion_ids[:, 0] for part in parts])
-        assert sorted(everything.tolist()) == list(range(num_prompts * size))
-        assert len(parts) == 1 or budget < 10_000
-        for part in parts:
-            ids, mask = part.completion_ids, part.mask
-            assert torch.equal(part.advantages, ids + 1)
-            groups = ids[:, 0].view(len(part.prompt_ids), -1) // size
-            assert (groups == part.prompt_ids[:, :1]).all()
-            assert part.prompt_ids.numel() + mask.numel() <= budget or len(mask) == 1
-            assert mask.any(0).all() and part.prompt_mask.any(0).all()  # no padding
-
-
-def test_micro_batches_are_of_similar_lengths():
-    completions = numbered_rows(numbers("9 9 1 1 9 9 1 1"))
-    parts = micro_batches(numbered_rows(torch.ones(4)), completions, 40)
-    assert [part.mask.shape for part in parts] == [(4, 1), (4, 9)]
-    completions = numbered_rows(numbers("9 1 9 1"))  # of one group
-    parts = micro_batches(numbered_rows(torch.ones(1)), completions, 20)
-    assert [part.mask.shape for part in parts] == [(2, 1), (2, 9)]
+@cases("prompts, completions, budget, way, shapes", table(PARTS))
+def test_micro_batches_fit_and_are_of_similar_lengths(
+    prompts, completions, budget, way, shapes
+):
+    run = mock.Mock(reference=None, logprobs=getattr(grpo, f"{way}_logprobs"))
+    run.config.micro_batch_tokens = int(budget)
+    run.policy.config.vocab_size = 2**16  # counts with whole logits alone
+    lengths = numbers(prompts), numbers(completions)
+    masks = [torch.arange(9) < x[:, None] for x in lengths]
+    tensors = [x for mask in masks for x in (mask.long(), mask)]
+    parts = grpo.micro_batches(run, grpo.Batch(*tensors, masks[1].float()))
+    assert " ".join(str(tuple(part.mask.shape)) for part in parts) == shapes
 
 
 def test_padding_is_a_token_that_the_model_computes_with():
-    ids, mask = grpo.pad([[5, 6], [7]], "left")
-    assert ids.tolist() == [[5, 6], [5, 7]] and mask.tolist() == [[1, 1], [0, 1]]
+    ids, _ = grpo.pad([[5, 6], [7]], "left")
+    assert ids.tolist() == [[5, 6], [5, 7]]
 
 
 def test_masters_begin_at_random_places_in_their_cells():
@@ -961,11 +855,9 @@ def test_masters_begin_at_random_places_in_their_cells():
     weight = (0.02 * torch.randn(100_000)).bfloat16().float()
     masters = grpo.within_cell(weight)
     assert torch.equal(masters.bfloat16().float(), weight)
-    assert not torch.equal(grpo.within_cell(weight), masters)
     steps = 2 ** weight.abs().log2().floor() / 128  # to the next bfloat16 number
     moved = (masters + 0.1 * steps).bfloat16().double() - weight
     assert moved.min() == 0
-    assert (moved > 0)[weight > 0].double().mean().item() == approx(0.1, abs=0.005)
     assert (moved.sum() / steps.double().sum()).item() == approx(0.1, rel=0.05)
     odd = numbers("0 -0 1 -1 0.5 1.1754943508e-38 3e38 -256 1e-40").bfloat16().float()
     masters = grpo.within_cell(odd)
@@ -979,19 +871,16 @@ def test_masters_begin_at_random_places_in_their_cells():
 def test_masters_move_as_float32_weights_of_torch_do(dtype, scale, max_grad_norm):
     """At a learning rate of 1e-6; bfloat16 weights alone would stand still."""
     model = tiny_model().bfloat16().float()
-    start = copy.deepcopy(model)
     ours = grpo.MasterAdamW(model, dtype)
-    exact = (ours.masters[0] == next(start.parameters())).float().mean()
+    exact = (ours.masters[0] == ours.params[0]).float().mean()
     assert exact == 1 if dtype == torch.float32 else exact < 0.5  # within their cells
-    for param, first in zip(model.parameters(), start.parameters()):
-        assert torch.equal(param, first.to(dtype))
-        assert param.grad_dtype == torch.float32  # in which micro-batches are summed
+    grpo.cast(model, dtype)
     single = [master.clone().requires_grad_() for master in ours.masters]
     theirs = torch.optim.AdamW(single, weight_decay=0)
     for step in range(1, 41):
         for param, twin in zip(model.parameters(), single):
             twin.grad = step * scale * torch.randn(param.shape)
-            param.grad = twin.grad.clone()
+            param.grad = twin.grad.clone()  # float32, as the sum of micro-batches
         norm = clip_grad_norm_(single, max_grad_norm or math.inf).item()
         theirs.param_groups[0]["lr"] = 1e-6 * step
         theirs.step()
@@ -1001,13 +890,13 @@ def test_masters_move_as_float32_weights_of_torch_do(dtype, scale, max_grad_norm
         assert torch.equal(param, master.to(dtype))
 
 
-def make_run(model, reference=None, share_prompts=True, **options):
+def make_run(model, reference=None, logprobs=grpo.shared_logprobs, **options):
     """A run with this policy; `calls` are those of its log-probs."""
     config = grpo.Config(max_completion_length=6, output_dir="nowhere", **options)
     models = [(x, None, [1]) for x in (model, reference or copy.deepcopy(model))]
     with mock.patch.multiple(
         grpo,
-        choose_paths=lambda model: (share_prompts, not share_prompts),
+        choose_logprobs=lambda model: logprobs,
         load_model=mock.Mock(side_effect=models),
     ):
         grpo.join_ranks()
@@ -1044,33 +933,34 @@ def moments(adamw):
 
 
 UPDATES = values("""
-24 | True | slice(8) | 8 | dict(beta=0.1)
-30 | False | slice(8) | 8 | dict(beta=0.1)
-10_000 | True | slice(8) | 8 | dict(beta=0.1)
-10_000 | True | slice(3) | 8 | dict(beta=0.1)
-10_000 | True | slice(3) | 4 | dict(beta=0.0)
-10_000 | True | slice(5, 8) | 4 | dict(beta=0.0)
-30 | True | slice(8) | 8 | dict(SEVERAL, beta=0.1)
-30 | True | slice(3) | 4 | dict(SEVERAL, beta=0.0)
+1 | "shared" | slice(8) | 8 | dict(beta=0.1)
+24 | "shared" | slice(8) | 8 | dict(beta=0.1)
+30 | "token" | slice(8) | 8 | dict(beta=0.1)
+10_000 | "shared" | slice(8) | 8 | dict(beta=0.1)
+10_000 | "shared" | slice(3) | 8 | dict(beta=0.1)
+10_000 | "shared" | slice(3) | 4 | dict(beta=0.0)
+10_000 | "token" | slice(5, 8) | 4 | dict(beta=0.0)
+10_000 | "shared" | slice(0) | 4 | dict(beta=0.0)
+30 | "shared" | slice(8) | 8 | dict(SEVERAL, beta=0.1)
+30 | "shared" | slice(3) | 4 | dict(SEVERAL, beta=0.0)
 """)
 
 
 @variants
-@cases("budget, share_prompts, alive, num_kept, options", UPDATES)
+@cases("budget, way, alive, num_kept, options", UPDATES)
 def test_updates_are_those_of_the_whole_batch(
-    variant, budget, share_prompts, alive, num_kept, options, monkeypatch
+    variant, budget, way, alive, num_kept, options, monkeypatch
 ):
     """Also with groups left out that have no advantage, where that is exact."""
     model, reference = tiny_model(), tiny_model(seed=1)
     batch, advantages = ragged_batch(4), torch.zeros(8, 6)
     advantages[alive] = torch.randn(8, 1)[alive]
     slow = copy.deepcopy(model)
-    options = dict(max_grad_norm=1e9, temperature=0.7) | variant | options
-    run = make_run(
-        model, reference, share_prompts, micro_batch_tokens=budget, **options
-    )
+    options = dict(max_grad_norm=0.01, temperature=0.7) | variant | options
+    logprobs = getattr(grpo, f"{way}_logprobs")
+    run = make_run(model, reference, logprobs, micro_batch_tokens=budget, **options)
     expected, grads = slow_update(slow, reference, batch, advantages, run.config)
-    calls = watch(monkeypatch, "token_logprobs")
+    calls = watch(monkeypatch, "batch_logprobs")
     batch = grpo.Batch(*batch, advantages)
     parts = grpo.micro_batches(run, batch)
     assert sum(len(part.mask) for part in parts) == num_kept
@@ -1081,16 +971,13 @@ def test_updates_are_those_of_the_whole_batch(
     for name, value in expected.items():
         if num_kept == 8 or name in ("loss", "grad_norm"):
             assert metrics[name] == approx(value, rel=1e-3, abs=1e-5)
-    for _, prompt_ids, _, completion_ids, *_ in calls:
-        num_prompts = len(prompt_ids if share_prompts else completion_ids)
-        num_tokens = num_prompts * prompt_ids.shape[1] + completion_ids.numel()
-        assert num_tokens <= budget
-
-
-def test_without_any_advantage_nothing_moves():
-    run = make_run(tiny_model(), beta=0)
-    batch = grpo.Batch(*ragged_batch(), torch.zeros(6, 6))
-    assert grpo.update(run, batch, 1e-3)["grad_norm"] == 0
+    num_passes = run.config.num_iterations + (run.reference is not None)
+    assert len(calls) == len(parts) * num_passes
+    for _, _, part in calls:
+        num_prompts = len(part.prompt_ids if way == "shared" else part.mask)
+        num_tokens = num_prompts * part.prompt_ids.shape[1] + part.mask.numel()
+        assert num_tokens <= budget or len(part.mask) == 1
+        assert part.mask.any(0).all() and part.prompt_mask.any(0).all()  # no padding
 
 
 @cases("advantage", [math.inf, math.nan, 1e30])
@@ -1102,7 +989,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
     before = copy.deepcopy([optimizer.masters, optimizer.adamw.state_dict()])
     batch = grpo.Batch(*ragged_batch(), advantages)
     metrics = grpo.update(run, batch, 1e-3)
-    assert metrics["skipped"] == 1 and not math.isfinite(metrics["grad_norm"])
+    assert metrics["skipped"] == 1
     after = [optimizer.masters, optimizer.adamw.state_dict()]
     assert_close(after, before, atol=0, rtol=0)
     assert optimizer.masters[0].grad is None
@@ -1114,52 +1001,33 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
 
 
 # ---------------------------------------------------------------------------- pasting
-
-
 def test_integers_and_single_numbers_will_do():
     """Masks as tokenizers make them, rewards that count, one EOS."""
-    ids = torch.tensor([[5, 2, 2]])
-    assert grpo.completion_mask(ids, 2).tolist() == [[True, True, False]]
     rewards = torch.tensor([1, 0, 0, 1])
-    expected = grpo.group_advantages(rewards.double(), 4)
-    assert_close(grpo.group_advantages(rewards, 4).double(), expected)
+    assert grpo.group_advantages(rewards, 4).sum() == 0
     model, (prompt_ids, prompt_mask, ids, mask) = tiny_model(), ragged_batch()
-    for logprobs in (grpo.token_logprobs,):
+    for logprobs in (grpo.token_logprobs, grpo.shared_logprobs):
         found = logprobs(model, prompt_ids, prompt_mask.long(), ids, mask.long())
         assert_close(found, logprobs(model, prompt_ids, prompt_mask, ids, mask))
-    samples = []
-    for eos in (3, [3]):
-        prompts = prompt_ids, prompt_mask.long()
-        samples.append(grpo.generate(model, *prompts, 2, 9, eos, temperature=0))
-    assert torch.equal(*samples)
-    logp, old_logp, *_, mask = random_batch()
-    levels = grpo.importance_ratio(logp, old_logp, None, "sequence")
-    assert_close(levels[:, 0], (logp - old_logp).mean(1).exp())
+    logp, *_, mask = random_batch()
     junk = logp.masked_fill(~mask, math.nan)
     assert_close(grpo.masked_mean(junk, mask.long()), logp[mask].mean())
 
 
 PASTED = """
-completion_mask | torch | grpo.completion_mask(ids, [2])
+completion_mask | torch | grpo.completion_mask(ids, 2)
 group_advantages | torch | grpo.group_advantages(numbers("0 1 2 3"), 2)
 process_advantages | torch | grpo.process_advantages([[1], [0]], [[0], [2]], 2, 4)
 kl_k3 | torch | grpo.kl_k3(logp, ref_logp)
-importance_ratio | torch | grpo.importance_ratio(logp, old_logp, mask, "sequence")
+importance_ratio | torch | grpo.importance_ratio(logp, old_logp, None, "sequence")
 clipped_surrogate | torch | grpo.clipped_surrogate(logp.exp(), advantages)
 grpo_loss | torch | grpo.grpo_loss(logp, old_logp, ref_logp, advantages, mask)[0]
 sample | torch | grpo.sample(logp, 0)
-token_logprobs | torch F math DynamicCache LOGITS_AT_ONCE | by_copy(grpo.token_logprobs)
-generate | torch F DynamicCache | greedy(grpo.generate)
+token_logprobs | torch F | grpo.token_logprobs(model, *batch)
+shared_logprobs | torch F math DynamicCache ON_GPU | grpo.shared_logprobs(model, *batch)
+generate | torch F DynamicCache | grpo.generate(model, *prompts, 2, 5, 1, 0)
 accuracy_reward | re Fraction | grpo.accuracy_reward([0], ["so 14"], ["14"])
 """
-
-
-def by_copy(token_logprobs):
-    return token_logprobs(tiny_model(), *ragged_batch())
-
-
-def greedy(generate):
-    return generate(tiny_model(), *ragged_batch()[:2], 2, 5, [1], 0)
 
 
 def paste(name, scope):
@@ -1179,75 +1047,55 @@ def test_a_function_works_alone_when_it_is_pasted(name, needs, call):
     scope = {word: getattr(grpo, word) for word in needs.split()}
     scope["NUMBER"] = grpo.NUMBER
     paste(name, scope)
-    batch = logp, old_logp, ref_logp, advantages, mask = random_batch()
-    values = dict(globals(), **locals(), ids=torch.tensor([[5, 2, 2]]))
+    inputs = logp, old_logp, ref_logp, advantages, mask = random_batch()
+    model, batch = tiny_model(), ragged_batch()
+    ids, prompt_mask, *_ = batch
+    prompts = ids, prompt_mask.long()  # as of a tokenizer
+    values = dict(globals(), **locals())
     pasted = dict(values, grpo=SimpleNamespace(**scope))
-    assert_close(eval(call, pasted), eval(call, values))
-    assert_close(batch, random_batch(), atol=0, rtol=0)  # it leaves its inputs alone
+    found = eval(call, pasted)
+    assert_close(found, eval(call, values))
+    assert_close(inputs, random_batch(), atol=0, rtol=0)  # it leaves its inputs alone
+    if name.endswith("logprobs"):
+        found.sum().backward()
 
 
 # ----------------------------------------------------------------------------- options
-
 WRONG_OPTIONS = """num-generations 1; max-prompt-length five; max-completion-length 0
 temperature 0; temperature nan; beta -0.1; epsilon -1; num-iterations 0; max-steps -1
-prompts-per-step 0; learning-rate nan; max-grad-norm -1; seed -1; loss-type ppo
-scale-rewards row; dtype int8; chat-template maybe; max-step 5; maximum 5"""
+prompts-per-step 0; max-grad-norm -1; seed -1; loss-type ppo
+scale-rewards row; dtype int8; chat-template maybe; max-step 5; help; beta nan
+learning-rate inf"""
 
 
 @cases("option", re.split("; |\n", WRONG_OPTIONS))
 def test_wrong_options_are_named(option, capsys):
     with raises((Error, SystemExit)) as stop:
         grpo.parse_args(f"--{option}".split())
-    message = f"{stop.value} {capsys.readouterr().err}".replace("_", "-")
+    message = f"{stop.value} {capsys.readouterr()}".replace("_", "-")
     assert option.split()[0] in message
 
 
 def test_what_the_user_types_wins():
     tiny = grpo.parse_args([])
     assert tiny.learning_rate == grpo.TINY["learning_rate"] != grpo.Config.learning_rate
-    assert grpo.parse_args(["--learning-rate", "0.5"]).learning_rate == 0.5
+    config = grpo.parse_args(["--learning-rate", "0.5", "--num_generations=4"])
+    assert (config.learning_rate, config.num_generations) == (0.5, 4)
     assert grpo.parse_args(["--model", "x"]) == grpo.Config(model="x")
 
 
-def test_options_are_written_in_both_ways_and_paths_are_kept_whole(
-    tmp_path, monkeypatch
-):
-    config = grpo.parse_args(["--num_generations", "4", "--max_steps=2"])
-    assert (config.num_generations, config.max_steps) == (4, 2)
-    folder = tmp_path / "a=1"
-    folder.mkdir()
-    (folder / "own.py").write_text("def f(): return 5")
-    (folder / "data.jsonl").write_text("")
-    monkeypatch.chdir(folder)
-    words = "--data data.jsonl --reward own.py:f=0.5 math --model x/y".split()
-    config = grpo.parse_args(words)
-    assert config.data == f"{folder}/data.jsonl" and config.model == "x/y"
+def test_a_run_is_resumed_from_any_folder_with_its_own_options(tmp_path, monkeypatch):
+    """In the folder where it began: there its relative paths are right."""
     monkeypatch.chdir(tmp_path)
-    function, weight = grpo.load_rewards(config.reward)["f"]
-    assert (function(), weight) == (5, 0.5)
-
-
-def test_help_tells_every_option_in_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with raises(SystemExit):
-        grpo.parse_args(["--help"])
-    text = capsys.readouterr().out
-    for field in dataclasses.fields(grpo.Config):
-        name = field.name.replace("_", "-")
-        assert re.search(rf"--{name}( [A-Z].*| {{.*}})?\s+\w", text), name
-    assert max(map(len, text.splitlines())) <= 80
-    assert ", ".join(grpo.REWARDS) in " ".join(text.split())
-    assert text.startswith("usage: python grpo.py [--option value ...]")
-
-
-def test_a_run_is_resumed_with_its_own_options(tmp_path):
-    (tmp_path / "options.json").write_text('{"model": "x", "beta": 0.5}')
-    resume = ["--resume", str(tmp_path)]
-    config = grpo.parse_args([*resume, "--max-steps", "2"])
-    assert Path(config.output_dir) == tmp_path
+    grpo.claim(grpo.Run(grpo.Config(model="x", beta=0.5, output_dir="run")))
+    monkeypatch.chdir(tmp_path.parent)
+    folder = f"{tmp_path.name}/run"
+    config = grpo.parse_args(["--resume", folder, "--max-steps", "2"])
+    assert Path(config.resume) == tmp_path / "run" and os.getcwd() == str(tmp_path)
     assert (config.model, config.beta, config.max_steps) == ("x", 0.5, 2)
+    resume = ["--resume", config.resume]
     for word in "--seed --data --eval-data --sft-steps --lora-rank --model".split():
-        with raises(Error, match=f"its own {word[2:]}; may be new: max-steps"):
+        with raises(Error, match="may be new: max_"):
             grpo.parse_args([*resume, word, "1"])
     others = "--learning-rate 1 --eval-every 1 --save-every 1 --micro-batch-tokens 1"
     others += " --report-to trackio"
@@ -1255,15 +1103,14 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path):
 
 
 # -------------------------------------------------------------------------------- data
-
 MESSAGES = [dict(role="user", content="1+1?")]
 ROWS = values(r"""
 '{"prompt": "1+1?", "answer": null, "solution": "2"}' | "1+1?" | ["2"]
 r'{"prompt": "1+1?", "answer": "\\[2\\]"}' | "1+1?" | [r"\[2\]"]
 '{"question": "1+1?", "answer": "1 and 1\\n#### 1,002"}' | "1+1?" | ["1,002"]
-r'{"problem": "1+1?", "solution": "so \\boxed{2}"}' | "1+1?" | ["2"]
+r'{"problem": "1+1?", "solution": "so \\boxed{\\frac12}"}' | "1+1?" | [r"\frac12"]
 '{"prompt": "1+1?", "answer": 0}' | "1+1?" | ["0"]
-'{"prompt": "1+1?", "answer": ["2", "two"]}' | "1+1?" | ["2", "two"]
+'{"prompt": "1+1?", "answer": [0.5, " two"]}' | "1+1?" | ["0.5", "two"]
 '{"prompt": "1\u2028?\x85", "answer": "2"}\n\n' | "1\u2028?\x85" | ["2"]
 json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | ["2"]
 '{"prompt": "1+1?", "solution": "2"}' | "1+1?" | ["2"]
@@ -1288,22 +1135,17 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": [{"role": "system", "content": "a"}], "answer": "1"}
 {"prompt": {"role": "user", "content": "a"}, "answer": "1"}
 {"prompt": "a", "answer": "LONG"}
-[1]
 5
 {"answer": "1"}
-{"prompt": 5, "answer": "1"}
-{"prompt": [{"role": "user"}], "answer": "1"}
 {"prompt": "a"}
-{"prompt": "a", "answer": {"value": 1}}
 {"prompt": "a", "answer": []}
-{"prompt": "a", "answer": " "}
-{"prompt": "a", "answer": ["1", ""]}
+{"prompt": "a", "answer": ["1", null]}
+{"prompt": "a", "answer": "####"}
 {"prompt": "a", "solution": "so \\boxed{1"}
 {"prompt": "a", "answer": true}
 {"prompt": "a", "answer": NaN}
 {"prompt": "", "answer": "1"}
-{"prompt": [], "answer": "1"}
-[{"prompt": "a", "answer": "1"}]"""
+{"prompt": [], "answer": "1"}"""
 
 
 @cases("line", WRONG_LINES.splitlines())
@@ -1312,16 +1154,9 @@ def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line
     line = line.replace("LONG", "So it is one. " * 20)
     path.write_text('{"prompt": "a", "answer": "1"}\n \t\n' + line)
     config = grpo.Config(data=str(path), model="no/such/model")
-    with raises(Error, match=r"data.jsonl:3: \w+\(") as stop:
+    with raises(Error, match=r"data.jsonl:3 .*: \w+\(") as stop:
         grpo.set_up(grpo.Run(config))
     assert len(str(stop.value)) < 400
-
-
-def test_columns_that_are_replaced_are_told(tmp_path, capsys):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a", "answer": 1, "steps": 5, "reward": 1, "level": 2}')
-    grpo.read_rows(str(path), need_answers=True)
-    assert "columns steps, reward\n" in capsys.readouterr().out
 
 
 def test_a_data_set_of_the_hub_keeps_its_slice(monkeypatch):
@@ -1336,20 +1171,12 @@ def test_a_data_set_of_the_hub_keeps_its_slice(monkeypatch):
         grpo.read_rows("a/b", need_answers=True)
 
 
-def test_only_rewards_that_compare_need_answers(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
-    for reward in ("accuracy", "math=2"):
-        assert grpo.needs_answers(grpo.Config(reward=("format", reward)))
-        with raises(Error, match="is no answer"):
-            grpo.read_rows(f"{tmp_path}/data.jsonl", need_answers=True)
-    assert not grpo.needs_answers(grpo.Config(reward=("format",)))
-    assert grpo.read_rows(f"{tmp_path}/data.jsonl", need_answers=False)
-
-
 @cases("size, num_held_out", [(300, 30), (9, 0)])
-def test_held_out_rows_are_any_and_never_trained_on(tmp_path, size, num_held_out):
+def test_held_out_rows_are_any_and_never_trained_on(
+    tmp_path, size, num_held_out, capsys
+):
     data = [dict(prompt=str(i), answer=i) for i in range(size)]
-    data[7]["level"] = 5  # other rows lack this column: rewards get None
+    data[7].update(level=5, steps=1)  # other rows lack these: rewards get None
     config = grpo.Config(data=f"{tmp_path}/data.jsonl")
     Path(config.data).write_text("\n".join(map(json.dumps, data)))
     rows, held_out = grpo.set_up(grpo.Run(config))
@@ -1357,6 +1184,7 @@ def test_held_out_rows_are_any_and_never_trained_on(tmp_path, size, num_held_out
     assert sorted(answers) == list(range(size)) and len(held_out) == num_held_out
     assert max(answers[:30]) >= size / 2  # by chance: 1 in 10**9
     assert {row.get("level", 0) for row in rows} <= {5, None}
+    assert "columns ['steps'] are replaced" in capsys.readouterr().out
 
 
 @cases("model", ["tiny", "other"])
@@ -1375,13 +1203,11 @@ def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
 
 
 # ----------------------------------------------------------------------------- prompts
-
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-RAISING = "{{ raise_exception('no system') if messages[0].role == 'system' }}"
 TEMPLATES = """
 None | "<eos>" | "auto" | "1+1="
 CHATML | "<eos>" | "auto" | "1+1="
@@ -1468,17 +1294,15 @@ def test_over_long_and_empty_prompts_are_left_out(capsys):
 def test_answers_are_asked_for_in_a_box(prompt, reward):
     (row,) = encode([prompt], None, reward=("format", reward))
     assert row["prompts"].startswith("1+1?\nReason") and "\\boxed{}" in row["prompts"]
-    (row,) = encode(["1+1?"], None, reward=(reward,), prompt_template="q {question}")
-    assert row["prompts"] == "q 1+1?"
 
 
 # ----------------------------------------------------------------------------- rewards
-
 MINE = """
 import neighbour
 
 def sees(prompts, completions, completion_ids, answer, level, **columns):
     assert prompts == ["1+1="] * 4 and answer == ["2"] * 4 and level == [5] * 4
+    assert columns["finished"] == [True] * 4
     assert completions == ["2", "3", "2", "22"]
     assert completion_ids[3] == [4, 4, 0]
     answer.clear()
@@ -1487,19 +1311,8 @@ def sees(prompts, completions, completion_ids, answer, level, **columns):
 def judges_some(prompts, **columns):
     return [None, 1.0, 0.0, None]
 
-def a_tensor(prompts, finished, **columns):
-    assert finished == [True] * 4
-    import torch
-    return torch.tensor([0.0, 1.0, 0.5, 0.0])
-
 def judges_none(prompts, **columns):
     return [None] * 4
-
-def each_line(prompts, steps, **columns):
-    return [[float("1" in step) for step in row] for row in steps]
-
-def each_line_too(prompts, steps, **columns):
-    return [[1, 0] if len(row) == 2 else [0] for row in steps]
 
 def a_tenth(prompts, **columns):
     return [0.1, 0.0, 0.1, 0.0]
@@ -1509,6 +1322,9 @@ def two_tenths(prompts, **columns):
 
 def the_rest(prompts, **columns):
     return [0.4, 0.7, 0.4, 0.7]
+
+def tenths(prompts, **columns):
+    return [0.1, None, 0.1, 0.1]
 """
 
 
@@ -1541,8 +1357,7 @@ def test_a_reward_of_ones_own_sees_copies_of_every_column(mine):
     assert scores.rewards["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
     assert scores.rewards["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
     assert scores.outcome.tolist() == [0.0, -1.0, 0.0, -2.0]  # the weighted sum
-    assert not scores.token_advantages.any() and all(scores.columns["finished"])
-    assert score([f"{mine}:a_tensor"]).outcome.tolist() == [0.0, 1.0, 0.5, 0.0]
+    assert not scores.step_rewards.any()
 
 
 def test_the_end_of_a_text_that_was_cut_off_is_no_answer():
@@ -1556,7 +1371,7 @@ def test_the_end_of_a_text_that_was_cut_off_is_no_answer():
 def test_rewards_come_from_that_very_file_run_once(tmp_path):
     """Of any name, also one that another folder has; pickle finds it."""
     source = f"open({str(tmp_path / 'log')!r}, 'a').write('x')\ndef f(): return %d"
-    for i, name in enumerate(["a/own.py", "b/own.py", "a/math.py", "b/code.py"]):
+    for i, name in enumerate(["a=1/own.py", "b/own.py", "b/math.py", "b/code.py"]):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(source % i)
@@ -1569,8 +1384,6 @@ def test_rewards_come_from_that_very_file_run_once(tmp_path):
 
 
 def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
-    rewards = score([f"{mine}:judges_some"]).outcome
-    assert rewards.tolist() == [0.5, 1.0, 0.0, 0.5]
     rewards = score([f"{mine}:judges_some"], num_rows=2).outcome
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert not score([f"{mine}:judges_none"]).outcome.any()
@@ -1592,28 +1405,8 @@ LINES = r"""
 def test_steps_end_where_their_lines_do(text, ends):
     tokenizer = grpo.tiny_model(0)[1]
     tokenizer.add_tokens(["9.\n1"])
-    steps = grpo.split_steps(tokenizer, tokenizer.encode(text))
-    assert [end for _, end in steps] == ends
-
-
-WEIGHTS = """
-2 | 0 | 2 / 3
-0 | 0 | 0
-2 | 2 | 4 / 3
-2 | -2 | 0
-"""  # of each_line and of each_line_too, which adds up with it before it is normalised
-
-
-@cases("weight, second, part", values(WEIGHTS))
-def test_lists_are_rewards_of_steps(mine, weight, second, part):
-    """The steps get weight + second, 0 and 0."""
-    rewards = [f"{mine}:each_line={weight}", f"{mine}:each_line_too={second}"]
-    scores = score([*rewards, "accuracy", "format=0"], ["1\n2<eos>", "3<eos>"])
-    assert scores.rewards["rewards/each_line"].tolist() == [0.5, 0.0]
-    assert scores.rewards["reward"].tolist() == [1 + (weight + second) / 2, 0.0]
-    assert scores.outcome.tolist() == [1.0, 0.0]
-    expected = [[part, part, -part, -part], [-part, -part, 0, 0]]
-    assert_near(scores.token_advantages, torch.tensor(expected).float())
+    texts, found = grpo.split_steps(tokenizer, tokenizer.encode(text))
+    assert found == ends and len(texts) == len(ends)
 
 
 # What a function returns for completions of two steps and of one; what it means.
@@ -1629,11 +1422,11 @@ np.array([None, True]) | [[nan], [1]]
 [np.array([1, 0.5]), None] | [[1, 0.5], [nan, nan]]
 [(True, torch.tensor(2)), torch.tensor([1.0])] | [[1, 2], [1, nan]]
 """
-NOT_RETURNED = """None; 1.0; np.float64(1); "10"; {}; {0: 1, 1: 1}; {0, 1}; iter([1, 2]); [1]
-[1, 2, 3]; np.ones((1, 2)); ["1", 0]; [b"1", 0]; [np.str_("1"), 0]; [1, {}]; [1, print]
-[1, [0]]; [[1, 2], 0]; [[1, 2], 0.5]; [[1, 2], []]; [[1], [1]]; [[1, 2], ["1"]]; [1, 1j]
-[[[1], [2]], [1]]; [[1, None], [1]]; [nan, 1]; [1, np.inf]; [[1, nan], [1]]; [10**400, 1]
-[{1: 1, 2: 2}, [1]]; [[1, 2], "1"]"""
+NOT_RETURNED = """None; 1.0; np.float64(1); "10"; {}; {0: 1, 1: 1}; {0, 1}; iter([1, 2])
+[1]; [1, 2, 3]; np.ones((1, 2)); ["1", 0]; [b"1", 0]; [np.str_("1"), 0]; [1, {}]
+[1, print]; [1, [0]]; [[1, 2], 0]; [[1, 2], 0.5]; [[1, 2], []]; [[1], [1]]; [1, 1j]
+[[1, 2], ["1"]]; [[[1], [2]], [1]]; [[1, None], [1]]; [nan, 1]; [1, np.inf]
+[[1, nan], [1]]; [10**400, 1]; [{1: 1, 2: 2}, [1]]; [[1, 2], "1"]"""
 
 
 def call_reward(returned):
@@ -1666,13 +1459,13 @@ def test_what_a_reward_raises_has_its_traceback(capsys, monkeypatch, mine):
         assert "Traceback" in capsys.readouterr().err
 
 
-def test_equal_sums_of_rewards_are_equal(mine):
-    """0.1 + 0.2 + 0.4 and 0.7; in float32 they differ, and give advantages of ±0.9."""
-    outcome = score(
-        [f"{mine}:a_tenth", f"{mine}:two_tenths", f"{mine}:the_rest"]
-    ).outcome
-    assert len(set(outcome.tolist())) == 1
-    assert not grpo.group_advantages(outcome, 4).any()
+@cases("names", ["a_tenth two_tenths the_rest", "tenths"])
+def test_equal_sums_of_rewards_are_equal(mine, names):
+    """0.1 + 0.2 + 0.4 and 0.7, which in float32 give advantages of ±0.9; or 0.1 and the
+    mean of three, which is a bit more."""
+    scores = score([f"{mine}:{name}" for name in names.split()])
+    for sums in (scores.outcome.float(), scores.rewards["reward"]):
+        assert (sums == sums[0]).all()
 
 
 WRONG_NAMES = "acuracy accuracy=much {mine}:missing {mine}: missing.py:f = "
@@ -1684,13 +1477,11 @@ def test_a_reward_that_is_not_there_is_named(mine, spec):
     spec = spec.format(mine=mine)
     with raises(Error, match=f"--reward {spec}: .*FILE.py:FUNCTION"):
         grpo.load_rewards([spec])
-    with raises(Error, match="a name twice"):
+    with raises(Error, match="each once"):
         grpo.load_rewards(["accuracy", "accuracy=2"])
 
 
 # -------------------------------------------------------------- rewards of the README
-
-
 @pytest.fixture
 def readme(tmp_path):
     """The module of rewards that the README shows."""
@@ -1712,12 +1503,39 @@ def test_the_reward_model_of_the_readme(readme, tmp_path):
     readme.REWARD_MODEL = str(tmp_path)
     texts = ["so " * (7 * i % 10) + str(i) for i in range(20)]
     expected = []
-    for text in texts:  # the last token's score
+    for text in texts:
         ids = tokenizer(text + "<eos>", return_tensors="pt").input_ids
-        hidden = model.model(ids).last_hidden_state
-        expected.append(model.score(hidden[:, -1]).item())
+        expected.append(model(ids).logits.item())
     scores = readme.reward_model([""] * 20, texts, messages=[[]] * 20)
     assert scores == approx(expected, abs=1e-4)
+
+
+def test_the_judge_of_the_readme(readme, tmp_path, monkeypatch):
+    """By a real pipeline; what a reply without a mark scores is not judged."""
+    model, tokenizer = grpo.tiny_model(0)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    chats = [[dict(role="user", content=f"{i}+1=")] for i in range(3)]
+    columns = dict(prompts=[""] * 3, completions=["<#>", "2", "3"], messages=chats)
+    readme.JUDGE = str(tmp_path)
+    assert len(readme.judge(**columns)) == 3
+    asked = []
+
+    def pipeline(chats, **options):
+        asked.extend(chat[0]["content"] for chat in chats)
+        return [[dict(generated_text=x)] for x in ("10", "Mark: 7/10", "100 or so")]
+
+    monkeypatch.setattr(readme, "load", lambda task, name: pipeline)
+    assert readme.judge(**columns) == [1.0, 0.7, None]
+    assert asked[0].startswith("0+1=") and asked[0].endswith("<#>")
+
+
+def test_one_language_of_the_readme(readme):
+    texts = ["Füge 2 hinzu", "2 + 2", "ab ве"]
+    assert readme.one_language(texts, texts) == [1.0, None, 0.5]
+    texts = ["你好 ok"]
+    assert readme.one_language(texts, texts, script="CJK") == [0.5]
 
 
 GOOD = "def add(a, b):\n    return a + b\n"
@@ -1786,7 +1604,6 @@ def test_code_sees_nothing_of_the_user(readme, tmp_path, name):
 
 
 # -------------------------------------------------------------------------- whole runs
-
 QUICK = "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 "
 QUICK += "--eval-every 3 --warmup-steps 2"
 VARIED = """
@@ -1804,10 +1621,6 @@ def varied(prompts, completions, **columns):  # a model without skill gets some
     if "SEEN" in os.environ:
         print(completions, file=open(os.environ["SEEN"], "a"))
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
-"""
-SOME = """
-def some(completions, **columns):  # the mean of three 0.1 is a bit more
-    return [0.1, None, 0.1, 0.1] * (len(completions) // 4) or [0.1] * len(completions)
 """
 METRICS = """step loss reward reward_std rewards/accuracy kl clip_fraction grad_norm
 skipped completion_length truncated_fraction zero_std_fraction learning_rate num_tokens
@@ -1844,7 +1657,7 @@ def resume(folder, *options):
 
 
 def saved_steps(folder):
-    return [int(x.name[11:]) for x in grpo.checkpoints(folder)]
+    return [int(x.name[11:]) for x in folder.glob("checkpoint-*[0-9]")]
 
 
 @pytest.fixture(autouse=True)
@@ -1857,7 +1670,7 @@ def forget_modules():
     grpo.import_file.cache_clear()
 
 
-def start(*options, **how):
+def start(*options):
     """A run in a process of its own."""
     words = " ".join(map(str, options)).split()
     pipe = subprocess.PIPE
@@ -1866,7 +1679,6 @@ def start(*options, **how):
         stdout=pipe,
         stderr=pipe,
         text=True,
-        **how,
     )
 
 
@@ -1892,6 +1704,13 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
+def adapted(folder):
+    """Weights of the adapter in a checkpoint, merged."""
+    peft = pytest.importorskip("peft")
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
+    return model.merge_and_unload().state_dict()
+
+
 def test_the_main_command_learns(tmp_path):
     process = start("--output-dir", tmp_path)
     output, errors = process.communicate()
@@ -1904,132 +1723,104 @@ def test_the_main_command_learns(tmp_path):
     assert float(before) < 0.5 < 0.7 < float(after)
 
 
-def test_seeded_runs_repeat_bit_for_bit(tmp_path, varied):
-    for name, seed in dict(a=1, b=1, c=2).items():
-        train(tmp_path / name, QUICK, varied, "--seed", seed)
-    assert end_of(tmp_path / "a") == end_of(tmp_path / "b")
-    assert metrics_of(tmp_path / "a") != metrics_of(tmp_path / "c")
-
-
-def test_a_step_draws_other_numbers_than_the_last(tmp_path, varied):
-    """The same prompt twice, by a model that stands still."""
+def test_each_step_and_each_seed_draws_other_numbers(tmp_path, varied):
+    """The same prompt by a model that stands still."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
     options = f"--data {tmp_path}/data.jsonl --prompts-per-step 1 --sft-steps 0"
-    options += " --learning-rate 0 --max-steps 2 --eval-every 1"
-    train(tmp_path / "run", varied, options)
-    rows = metrics_of(tmp_path / "run", "completions.jsonl")
-    texts = [row["completions"] for row in rows]
-    assert len(texts) == 16 and texts[:8] != texts[8:]
+    options += " --learning-rate 0 --max-steps 2 --eval-every 1 --seed"
+    texts = set()
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        train(folder, varied, options, seed)
+        rows = metrics_of(folder, "completions.jsonl")
+        for i in (0, 8):
+            texts.add(str([row["completions"] for row in rows[i : i + 8]]))
+    assert len(rows) == 16 and len(texts) == 4
 
 
 LISTS = """
 def lists(steps, **columns):
-    return [[float(len(step)) for step in row] for row in steps]
+    return [[len(step) for step in row] for row in steps]
+
+def first(steps, **columns):
+    return [[i == 0 for i in range(len(row))] for row in steps]
 
 def outcome(completion_ids, **columns):
     return [sum(ids) % 7 for ids in completion_ids]
-
-def even(steps, **columns):
-    return [[1, -1] if len(row) == 2 else [0] * len(row) for row in steps]
 """
 
 
 @cases("scale", ["group", "none"])
-def test_rewards_of_steps_become_advantages(tmp_path, monkeypatch, scale):
+@cases("weight", [0, -3])
+def test_rewards_of_steps_become_advantages(tmp_path, monkeypatch, scale, weight):
+    """Those of one step add up before they are normalised, apart from outcomes."""
     (tmp_path / "lists.py").write_text(LISTS)
     updates = watch(monkeypatch, "update")
-    options = "--reward {0}/lists.py:lists=2 {0}/lists.py:outcome --scale-rewards {1}"
-    options += " --sft-steps 0 --max-steps 1 --num-generations 64"
-    options += " --max-completion-length 3"
-    (row,) = train(tmp_path / "run", QUICK, options.format(tmp_path, scale))
+    options = f"--reward {tmp_path}/lists.py:lists=2 {tmp_path}/lists.py:first={weight}"
+    options += f" {tmp_path}/lists.py:outcome --scale-rewards {scale} --sft-steps 0"
+    options += " --max-steps 1 --num-generations 64 --max-completion-length 3"
+    (row,) = train(tmp_path / "run", QUICK, options)
     ((run, batch, _),) = updates
-    rewards, ends = [], []
+    rewards, ends, means = [], [], []
     for ids, mask in zip(batch.completion_ids, batch.mask):
-        steps = grpo.split_steps(run.tokenizer, ids[mask].tolist())
-        rewards.append([2.0 * len(text) for text, _ in steps])
-        ends.append([end for _, end in steps])
+        texts, found = grpo.split_steps(run.tokenizer, ids[mask].tolist())
+        lengths = [*map(len, texts)]
+        rewards.append([2.0 * x + weight * (i == 0) for i, x in enumerate(lengths)])
+        ends.append(found)
+        means.append(sum(lengths) / len(lengths) if lengths else math.nan)
     expected = grpo.process_advantages(rewards, ends, 64, 3, scale_rewards=scale)
     outcomes = (batch.completion_ids * batch.mask).sum(1) % 7
-    outcome = grpo.group_advantages(outcomes.float(), 64, scale)
-    assert_near(batch.advantages, expected + outcome[:, None])
+    advantages = grpo.group_advantages(outcomes.float(), 64, scale)
+    assert_near(batch.advantages, expected + advantages[:, None])
     assert max(map(len, ends)) > 1
-    cut_off = batch.completion_ids.all(1)  # EOS is 0, in the last place as well
-    assert not batch.mask.all(1).equal(cut_off)
-    assert row["truncated_fraction"] == approx(cut_off.double().mean().item())
-    even = options.replace("lists=2 {0}/lists.py:outcome", "even")
-    (row,) = train(tmp_path / "even", QUICK, even.format(tmp_path, scale))
-    assert not row["reward_std"] and row["zero_std_fraction"] < 1  # its steps differ
+    mean = torch.tensor(means).view(4, 64).nanmean(1).mean().item()
+    assert row["rewards/lists"] == approx(mean)
+    total = 2 * mean + weight * row["rewards/first"] + row["rewards/outcome"]
+    assert row["reward"] == approx(total, rel=1e-4)
 
 
-def test_what_is_not_judged_makes_no_difference_between_equal_rewards(tmp_path):
-    (tmp_path / "some.py").write_text(SOME)
-    options = f"--reward {tmp_path}/some.py:some --beta 0 --max-steps 10"
-    train(tmp_path / "run", QUICK, options, "--eval-every 10")
-    for row in metrics_of(tmp_path / "run")[1:-1]:
-        assert (row["zero_std_fraction"], row["reward_std"], row["loss"]) == (1, 0, 0)
-    assert metrics_of(tmp_path / "run")[-1]["eval/reward"] == approx(0.1)
-
-
-def test_a_run_leaves_metrics_and_is_never_written_over(tmp_path, varied, monkeypatch):
-    handlers = [*map(signal.getsignal, signal.Signals)]
+def test_a_run_leaves_metrics_and_completions(tmp_path, varied, monkeypatch):
+    handler = signal.getsignal(signal.SIGTERM)
     evaluations = watch(monkeypatch, "evaluate")
+    sampled = watch(monkeypatch, "generate")
     options = "--temperature 0.7 --max-completion-length 1 --sft-steps 0"
     rows = train(tmp_path, QUICK, varied, options, "--eval-every 2")
-    assert handlers == [*map(signal.getsignal, signal.Signals)]
-    steps = [row["step"] for row in metrics_of(tmp_path)]
-    assert steps == [0, 1, 2, 2, 3, 3]  # evaluated three times
+    assert handler == signal.getsignal(signal.SIGTERM)
+    assert {args[-1] for args in sampled[1:]} == {0, 0.7}
     assert [row["learning_rate"] for row in rows] == approx([5e-4, 1e-3, 1e-3])
     completions = metrics_of(tmp_path, "completions.jsonl")
+    names = "rewards/varied rewards/accuracy reward truncated_fraction".split()
     for row, records in zip(rows[::2], (completions[:16], completions[16:])):
+        scored = []
         for record in records:
             text = record["completions"]
             parts = [vary(text), float(text == str(record["answer"]))]
-            found = [record["rewards/varied"], record["rewards/accuracy"]]
-            assert found == approx(parts) and record["reward"] == approx(sum(parts))
-        for name in ("rewards/varied", "rewards/accuracy", "reward", "finished"):
-            column = torch.tensor([float(record[name]) for record in records])
-            if name == "reward":
-                spread = column.view(4, 4).std(1).mean().item()
-                assert row["reward_std"] == approx(spread) and spread > 0.1
-            if name == "finished":
-                name, column = "truncated_fraction", 1 - column
-            assert row[name] == approx(column.mean().item())
+            scored.append([*parts, sum(parts), float(not record["finished"])])
+            found = [record[name] for name in names[:3]]
+            assert found == approx(scored[-1][:3])
+        columns = torch.tensor(scored)
+        assert [row[name] for name in names] == approx(columns.mean(0).tolist())
+        spreads = columns[:, 2].view(4, 4).std(1)
+        assert row["reward_std"] == approx(spreads.mean().item())
+        assert row["zero_std_fraction"] == (spreads == 0).double().mean() < 1
     for row in rows:
         assert row["num_tokens"] == approx(16 * row["completion_length"])
         assert row["loss"] == approx(0.04 * row["kl"], abs=1e-6)
-    assert rows[2]["kl"] > 1e-4 and rows[0]["skipped"] == 0
+    assert rows[2]["kl"] > 1e-4
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[-2:]
     last, evaluation = map(json.loads, lines)
     assert set(METRICS.split()) <= last.keys() and last["peak_memory_gb"] > 0.1
     run, held_out = evaluations[-1]  # it is greedy
-    prompts = grpo.pad([row["prompt_ids"] for row in held_out], "left")
-    ids = grpo.generate(run.policy, *prompts, 1, 1, [0], temperature=0)
-    scores = list(map(vary, run.tokenizer.batch_decode(ids, skip_special_tokens=True)))
+    batch = grpo.rollout(run, held_out, num_generations=1, temperature=0)
+    texts = run.tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True)
+    scores = [*map(vary, texts)]
     assert evaluation["eval/rewards/varied"] == approx(sum(scores) / len(scores))
-
-
-def save_model(folder, kind, **options):
-    """A tiny model of another architecture with the tiny tokenizer."""
-    _, tokenizer = grpo.tiny_model(0)
-    config = AutoConfig.for_model(
-        kind, vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=0, **options
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2)
 HEADS = json.loads(
     '{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}'
 )
-ARCHITECTURES = values("""
-"gpt2" | dict(n_embd=32, n_layer=2, n_head=2)
-"gemma2" | dict(SMALL, **HEADS)
-"mistral" | dict(SMALL, **HEADS, sliding_window=5)
-""")
-
-
 SEEING = dict(gemma3="gemma3_text", llava="qwen2", mistral3="mistral")
 
 
@@ -2061,39 +1852,7 @@ def test_of_a_model_that_also_sees_the_text_model_is_loaded(tmp_path, kind, text
             )
             assert not info["missing_keys"] and not info["unexpected_keys"]
     if lora:
-        peft = pytest.importorskip("peft")
-        adapted = peft.AutoPeftModelForCausalLM.from_pretrained(
-            run / "checkpoint-1" / "adapter"
-        )
-        merged = adapted.merge_and_unload().state_dict()
-        assert_close(merged, weights_of(run / "checkpoint-1"))
-
-
-def test_a_model_that_fails_before_its_first_step_blocks_no_other(tmp_path, varied):
-    """Rotary angles that depend on the length, once it is reached."""
-    rope = OPTIONS["phi3"]["rope_parameters"] | dict(
-        short_factor=[1.0] * 8, long_factor=[4.0] * 8
-    )
-    options = dict(rope_parameters=rope, original_max_position_embeddings=16)
-    save_model(tmp_path / "phi3", "phi3", **SMALL, **HEADS, **options)
-    options = f"--model {tmp_path}/phi3 --prompt-template {{question}} {varied}"
-    options += " --max-steps 1 --data"
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 99)
-    options += f" {tmp_path}/data.jsonl --max-completion-length"
-    with raises(Error, match="--max-completion-length exceeds"):
-        train(tmp_path / "run", options, 16)
-    train(tmp_path / "run", options, 12)
-
-
-@cases("kind, options", ARCHITECTURES)
-def test_other_architectures_train(tmp_path, varied, kind, options):
-    save_model(tmp_path / "model", kind, **options)
-    options = "--prompt-template {question} --max-completion-length 6 --temperature 0.7"
-    options += f" --learning-rate 0.01 --model {tmp_path}/model"
-    rows = train(tmp_path / "run", QUICK, varied, options)
-    assert [row["ratio_mean"] for row in rows] == [1, 1, 1]
-    assert rows[0]["kl"] == approx(0, abs=1e-6)  # the reference is the policy
-    assert rows[2]["kl"] > 1e-5
+        assert_close(adapted(run / "checkpoint-1"), weights_of(run / "checkpoint-1"))
 
 
 def test_a_checkpoint_is_a_model_in_the_dtype_that_was_asked_for(tmp_path, varied):
@@ -2123,9 +1882,8 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
         assert (batch.advantages == 1).all()
         logp = slow_logprobs(run.policy, *tensors)
         metrics = update(run, batch, learning_rate)
-        mean = grpo.masked_mean(logp, batch.mask).item()
-        assert metrics["entropy"] == approx(-mean, rel=1e-4)
-        losses.append(metrics["entropy"])
+        losses.append(-grpo.masked_mean(logp, batch.mask).item())
+        assert metrics["entropy"] == approx(losses[-1], rel=1e-4)
         return metrics
 
     monkeypatch.setattr(grpo, "update", update)
@@ -2137,35 +1895,27 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
     assert len(taught) == 36 and not taught & {row["prompt"] for row in held_out}
 
 
-def test_lora_trains_adapters_alone(tmp_path, varied):
-    peft = pytest.importorskip("peft")
-    options = "--learning-rate 0.01 --sft-steps 2 --lora-rank 2"
-    rows = train(tmp_path, QUICK, varied, options)
-    base, checkpoint = tmp_path / "sft", tmp_path / "checkpoint-3"
-    before, after = weights_of(base), weights_of(checkpoint)
-    moved = [name for name in before if not torch.equal(before[name], after[name])]
-    assert moved and all("proj" in name for name in moved)
-    for name in moved:
-        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 2
-    assert rows[0]["kl"] == approx(0, abs=1e-6) != rows[2]["kl"]
-    adapter = checkpoint / "adapter"
-    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
-    assert_close(adapted.merge_and_unload().state_dict(), after)
-
-
-def test_bfloat16_does_not_round_an_adapter_away(tmp_path, varied):
+@cases("dtype, rate", [("float32", 1e-2), ("bfloat16", 1e-6)])
+def test_lora_trains_adapters_alone(tmp_path, varied, dtype, rate):
+    """Adapters and what they are merged into are float32: bfloat16 would round 1e-6."""
     pytest.importorskip("peft")
-    options = "--lora-rank 2 --dtype bfloat16 --learning-rate 1e-6 --sft-steps 0"
-    train(tmp_path / "run", QUICK, varied, options)
-    before, after = grpo.tiny_model(0)[0], weights_of(tmp_path / "run" / "checkpoint-3")
-    for name, weight in before.bfloat16().float().named_parameters():
+    options = f"--learning-rate {rate} --dtype {dtype} --lora-rank 2"
+    rows = train(tmp_path, QUICK, varied, options)
+    checkpoint = tmp_path / "checkpoint-3"
+    after = weights_of(checkpoint)
+    for name, weight in weights_of(tmp_path / "sft").items():
+        moved = after[name] - weight.to(getattr(torch, dtype)).float()
         if "proj.weight" in name:
-            moved = (after[name] - weight).abs()
-            assert moved.median() > 0 and moved.max() < 1e-5
+            assert 0 < moved.abs().median() < moved.abs().max() < 10 * rate
+            assert torch.linalg.matrix_rank(moved, rtol=0.03) <= 2
+        else:
+            assert not moved.any()
+    assert rows[0]["kl"] == approx(0, abs=1e-6)
+    assert (rows[2]["kl"] > 1e-6) == (rate == 1e-2)
+    assert_close(adapted(checkpoint), after, atol=1e-3, rtol=0)
 
 
 # --------------------------------------------------------- resume, and what goes wrong
-
 VARIATIONS = """
 4 | --num-generations 8
 4 | --dtype bfloat16 --num-generations 16 --eval-every 1
@@ -2193,18 +1943,18 @@ def test_a_failed_run_resumes_bit_for_bit(
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
 
 
-def test_a_run_that_is_killed_ends_as_if_it_had_not(tmp_path, varied):
-    """In a step, or in the midst of saving; the second time it may be over."""
+def test_a_run_that_is_stopped_and_killed_ends_as_if_it_had_not(tmp_path, varied):
+    """In a step, or in the midst of saving; the last time it may be over."""
     options = SIX_STEPS, varied, "--eval-every 2 --save-every 1 --max-steps"
     train(tmp_path / "whole", *options, 32)
     killed = tmp_path / "killed"
     words = *options, 30, "--output-dir", killed
-    for num_steps in (2, 5):
+    for number, num_steps in ((signal.SIGTERM, 2), (signal.SIGKILL, 5)):
         process = start(*words)
         while len(metrics_of(killed)) < num_steps and process.poll() is None:
             time.sleep(0.01)
         time.sleep(random.SystemRandom().uniform(0, 0.3))
-        process.kill()
+        process.send_signal(number)
         process.wait()
         words = "--resume", killed
     (killed / "partial").mkdir(exist_ok=True)
@@ -2251,121 +2001,117 @@ def test_a_mistake_at_the_start_can_be_typed_again(tmp_path, varied, monkeypatch
 def test_of_two_runs_one_gets_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "now")
-    runs = [grpo.Run(grpo.Config(seed=i)) for i in range(3)]
-    for run in runs:
+    folders = set()
+    for i in range(2):  # two processes
+        monkeypatch.setattr(os, "getpid", lambda i=i: i)
+        run = grpo.Run(grpo.Config())
         grpo.claim(run)
-    names = [str(run.output_dir) for run in runs]
-    assert names == ["runs/tiny-now", "runs/tiny-now-2", "runs/tiny-now-3"]
+        folders.add(run.output_dir)
+    assert len(folders) == 2
     runs = [grpo.Run(grpo.Config(seed=i, output_dir="one")) for i in range(2)]
     grpo.claim(runs[0])
     with raises(Error, match="one is not empty"):
         grpo.claim(runs[1])
-    monkeypatch.setattr(grpo, "check_new", lambda folder: None)  # both saw it empty
+    monkeypatch.setattr(grpo, "check_empty", lambda folder: None)  # both saw it empty
     with raises(FileExistsError):
         grpo.claim(runs[1])
-    assert grpo.parse_args(["--resume", "one"]).seed == 0
 
 
-def test_supervised_steps_that_end_early_are_done_again(tmp_path, varied, monkeypatch):
-    options = SIX_STEPS, varied, "--max-steps 2"
-    train(tmp_path / "whole", *options)
-    update = grpo.update
-
-    def stop(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return update(*args)
-
-    monkeypatch.setattr(grpo, "update", stop)
-    with raises(grpo.Stop, match="SIGTERM after step 0") as error:
-        train(tmp_path / "cut", *options)
-    assert f"--resume {tmp_path}/cut" in error.value.__notes__[-1]
-    monkeypatch.setattr(grpo, "update", update)
-    resume(tmp_path / "cut")
-    assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
+STOPS = values("""
+"update" | 1 | 0
+"score_completions" | 4 | 0
+"score_completions" | 5 | 1
+"score_completions" | 6 | None
+""")  # a supervised step; the last of four calls of an evaluation; the first step
 
 
-@cases("call, step", [(4, 0), (5, 1), (6, None)])
+@cases("name, call, step", STOPS)
 def test_a_signal_is_heeded_at_once_but_in_the_last_step(
-    tmp_path, varied, monkeypatch, call, step
+    tmp_path, varied, monkeypatch, name, call, step
 ):
-    """In an evaluation, of four calls, no step follows; in the last step it is over."""
-    monkeypatch.setenv("STOP_AT", str(call))
-    options = QUICK, varied, "--sft-steps 0 --eval-every 2 --max-steps 2"
+    """In an evaluation no step follows; in the last step it is over."""
+    options = QUICK, varied, "--eval-every 2 --max-steps 2"
+    train(tmp_path / "whole", *options)
+    function, cut = getattr(grpo, name), tmp_path / "cut"
+    calls = iter(range(1, 99))
+
+    def stopping(*args):
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return function(*args)
+
+    monkeypatch.setattr(grpo, name, stopping)
     if step is None:
-        train(tmp_path, *options)
+        train(cut, *options)
     else:
-        with raises(grpo.Stop, match=f"SIGTERM after step {step}\n"):
-            train(tmp_path, *options)
-        assert metrics_of(tmp_path)[-1]["step"] == step
-        monkeypatch.delenv("STOP_AT")
-        resume(tmp_path)
-    found = [(row["step"], "eval/reward" in row) for row in metrics_of(tmp_path)]
-    assert found == [(0, True), (1, False), (2, False), (2, True)]
+        message = rf"SIGTERM after step {step}\.\nGo on with --resume {cut}"
+        with raises(grpo.Stop, match=message):
+            train(cut, *options)
+        resume(cut)
+    assert end_of(cut) == end_of(tmp_path / "whole")
 
 
 def test_resuming_keeps_every_row_and_says_what_it_does(tmp_path, varied, capsys):
     """The last evaluation stays; a torn line and what is beyond the checkpoint go."""
     options = SIX_STEPS, varied, "--sft-steps 0 --eval-every 2 --max-steps"
     train(tmp_path / "run", *options, 3)
-    before = files_of(tmp_path / "run")
-    resume(tmp_path / "run")
-    assert "is finished" in capsys.readouterr().out
-    assert files_of(tmp_path / "run").keys() == before.keys()
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 3]
+    resume(tmp_path / "run")
+    assert "is finished" in capsys.readouterr().out
+    assert metrics_of(tmp_path / "run") == rows
     with open(tmp_path / "run" / "metrics.jsonl", "a") as log:
         log.write('{"step": 4, "loss": 1}\n{"ste')
     copy = tmp_path / "run" / "checkpoint-20-keep"
     (tmp_path / "run" / "checkpoint-3").rename(copy)
     resume(tmp_path / "run", "--max-steps 4 --save-every 2")
     output = capsys.readouterr()
-    assert "run has no checkpoint: it begins anew" in output.out
+    assert "it has no checkpoint: the run begins anew" in output.out
     assert saved_steps(tmp_path / "run") == [4] and copy.exists()
     again = metrics_of(tmp_path / "run")
-    assert again[:5] == rows[:5] and [row["step"] for row in again[5:]] == [4, 4]
+    assert [row["step"] for row in again] == [0, 1, 2, 2, 3, 4, 4]
+    assert again[:5] == rows[:5]
     resume(tmp_path / "run", "--max-steps 5")
     assert metrics_of(tmp_path / "run")[:7] == again
     assert " 4/5 " in capsys.readouterr().err  # the bar
 
 
-def test_out_of_memory_ends_in_a_line_that_says_what_to_do(
+def test_out_of_memory_within_a_step_saves_nothing_and_says_what_to_do(
     tmp_path, varied, monkeypatch
 ):
+    step = grpo.MasterAdamW.step
     error = torch.OutOfMemoryError("CUDA out of memory.\nTried")
-    monkeypatch.setattr(grpo.MasterAdamW, "step", mock.Mock(side_effect=error))
-    options = (
-        f"{QUICK} {varied} --sft-steps 0 --eval-every 2 --output-dir {tmp_path}/run"
-    )
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *options.split()])
-    with raises(SystemExit, match="out of memory.*tokens 1024 .* --resume ") as stop:
+    steps = [step, step, step, mock.Mock(side_effect=error)]
+    monkeypatch.setattr(grpo.MasterAdamW, "step", lambda *args: steps.pop(0)(*args))
+    options = f"{SIX_STEPS} {varied} --sft-steps 0 --num-iterations 2 --output-dir"
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *options.split(), str(tmp_path)])
+    message = f"out of memory.*smaller --micro-batch-tokens.* --resume {tmp_path}"
+    with raises(SystemExit, match=message) as stop:
         grpo.main()
     assert "\n" not in stop.value.code
+    assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == []
 
 
 def test_memory_is_unknown_where_python_cannot_tell(monkeypatch):
-    assert grpo.peak_memory_gb() > 0.1
-    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setattr(sys, "platform", "win32")
     assert math.isnan(grpo.peak_memory_gb())
 
 
-def test_half_a_step_is_not_saved(tmp_path, varied, monkeypatch):
-    step = grpo.MasterAdamW.step
-    steps = [step, step, step, mock.Mock(side_effect=OSError("out of tea"))]
-    monkeypatch.setattr(grpo.MasterAdamW, "step", lambda *args: steps.pop(0)(*args))
-    with raises(OSError, match="out of tea") as stop:
-        train(tmp_path, SIX_STEPS, varied, "--sft-steps 0 --num-iterations 2")
-    assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == []
-    assert f"--resume {tmp_path}" in stop.value.__notes__[-1]
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, varied, monkeypatch):
-    options = SIX_STEPS, varied, "--sft-steps 0 --save-every 1 --max-steps"
-    train(tmp_path, *options, 1)
-    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=OSError("no space left")))
-    with raises(Error, match="checkpoint-2 .*no space left.* GiB") as stop:
-        resume(tmp_path, "--max-steps 2")
+def test_what_cannot_be_saved_leaves_the_checkpoint_before(
+    tmp_path, varied, monkeypatch
+):
+    """Weights that are not finite, or a full disk."""
+    train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
+    with raises(Error, match="step 5 is not saved.* step 4: .* finite"):
+        resume(tmp_path, "--max-steps 20 --learning-rate 1e30")
+    with monkeypatch.context() as full:
+        full.setattr(torch, "save", mock.Mock(side_effect=OSError("no space left")))
+        with raises(Error, match="step 5 is not saved.*no space left.* GiB") as stop:
+            resume(tmp_path, "--learning-rate 1e-3")
     assert stop.value.__context__.__context__ is None  # it was tried once
-    assert saved_steps(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [4]
+    resume(tmp_path)
+    assert saved_steps(tmp_path) == [20]
 
 
 def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
@@ -2378,41 +2124,27 @@ def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
         train(folder, *options)
         resume(folder, "--max-steps 2")
         names.append(os.environ["WANDB_RUN_ID"])
+        assert tracker.init.call_args.kwargs["config"]["report_to"] == "trackio"
+        start = dict(project="grpo", name=names[-1], config=mock.ANY, resume="allow")
+        expected = []
+        for row in map(json.loads, open(folder / "metrics.jsonl")):
+            log = mock.call.log(row, step=row.pop("step"))
+            expected += [mock.call.init(**start), log, mock.call.finish()]
+        assert tracker.mock_calls == expected
+        tracker.reset_mock()
     assert names[0] != names[1] and all(x.startswith("run-") for x in names)
-    expected = []
-    rows = [
-        x
-        for folder in "ab"
-        for x in (tmp_path / folder / "run" / "metrics.jsonl").open()
-    ]
-    starts = tracker.init.call_args_list
-    for start, name, row in zip(starts, [names[0]] * 2 + [names[1]] * 2, rows):
-        config = start.kwargs["config"]
-        assert config["report_to"] == "trackio"
-        start = dict(project="grpo", name=name, config=config, resume="allow")
-        metrics = json.loads(row)
-        log = mock.call.log(metrics, step=metrics.pop("step"))
-        expected += [mock.call.init(**start), log, mock.call.finish()]
-    assert tracker.mock_calls == expected
 
 
-def test_a_signal_finishes_the_step_and_saves(tmp_path):
-    process = start(QUICK, "--max-steps 100000 --output-dir", tmp_path)
-    while len(metrics_of(tmp_path)) < 5 and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 1
-    last = metrics_of(tmp_path)[-1]["step"]
-    assert (tmp_path / f"checkpoint-{last}").exists()
-    error = process.stderr.read().splitlines()[-1]
-    assert re.search(f"SIGTERM after step {last}.* --resume {tmp_path}", error)
-
-
-SLOW = "import time\ndef slow(**columns):\n    print('asked', flush=True)\n"
+SLOW = """
+import time
+def slow(**columns):
+    print("asked", flush=True)
+    time.sleep(60)
+"""
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW + "    time.sleep(60)")
+    (tmp_path / "slow.py").write_text(SLOW)
     options = f"{QUICK} --eval-every 0 --reward {tmp_path}/slow.py:slow"
     process = start(options, "--output-dir", tmp_path / "run")
     for pipe, word in ((process.stdout, "asked"), (process.stderr, "stopping")):
@@ -2420,15 +2152,6 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
             pass
         process.send_signal(signal.SIGTERM)
     assert process.wait(20) == -signal.SIGTERM
-
-
-def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(tmp_path, varied):
-    train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
-    with raises(Error, match="step 5 .*not saved.* of step 4\\n"):
-        resume(tmp_path, "--max-steps 20 --learning-rate 1e30")
-    assert saved_steps(tmp_path) == [4]
-    resume(tmp_path, "--max-steps 20 --learning-rate 1e-3")
-    assert saved_steps(tmp_path) == [20]
 
 
 def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch):
@@ -2447,21 +2170,14 @@ def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch
 MISTAKES = """--model no/such/folder | no/such/folder
 --data missing.jsonl | missing.jsonl
 --eval-data missing.jsonl | missing.jsonl
---reward nonsense | --reward nonsense
---beta nan | --beta
 --output-dir /proc/nowhere | /proc/nowhere
---data {folder}/array.json | array.json:1
 --data {folder}/empty.jsonl | empty.jsonl has no rows
---data {folder}/table.csv | table.csv:1
 --data {folder}/table.parquet | table.parquet:1
---data {folder}/latin-1.jsonl | latin-1.jsonl:1
 --resume {folder}/none | options.json
 --output-dir {folder} | not empty
---resume {folder} --model no/such/folder | its own model
---learning-rate inf | --learning-rate
 --reward accuracy =0.2 | --reward =0.2
+--reward math | pip install math_verify
 --prompt-template 1+1= | {{question}}
---chat-template on | --chat-template
 --prompts-per-step 5000 | prompts-per-step
 --max-prompt-length 2 | only 0 rows
 --max-completion-length 40000 | --max-completion-length
@@ -2471,17 +2187,14 @@ MISTAKES = """--model no/such/folder | no/such/folder
 @cases("mistake", MISTAKES.splitlines())
 def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
     (tmp_path / "options.json").write_text("{}")
-    (tmp_path / "array.json").write_text('[\n{"prompt": "1+1=", "answer": 2}\n]')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "no-answers.jsonl").write_text('{"prompt": "1+1="}\n' * 100)
-    (tmp_path / "latin-1.jsonl").write_bytes(b"\xe9")
-    (tmp_path / "table.csv").write_text("question,answer\n1+1,2\n")
     (tmp_path / "table.parquet").write_bytes(b"PAR1\x15\x04\xff" * 1000)
     options, message = mistake.format(folder=tmp_path).split(" | ")
     if "--resume" not in options:
         options = f"--sft-steps 0 --output-dir {tmp_path}/run {options}"
-    words = ["grpo.py", *options.split()]
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *options.split()])
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # is not installed
     with raises(SystemExit) as stop:
         grpo.main()
     error = stop.value.code
@@ -2490,31 +2203,29 @@ def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
 
 
 # ------------------------------------------------------------------- several processes
-
 GRADIENTS = values("""
-True | dict()
-True | dict(loss_type="dapo")
-True | VARIANTS[-1]
-True | dict(beta=0.0)
-False | dict()
-""")  # whether prompts are shared, options
+grpo.shared_logprobs | dict()
+grpo.shared_logprobs | dict(loss_type="dapo")
+grpo.shared_logprobs | VARIANTS[-1]
+grpo.shared_logprobs | dict(beta=0.0)
+grpo.token_logprobs | dict()
+""")
 # Of 4 groups; the second rank has completions of one token, and fewer micro-batches.
 LENGTHS = json.loads("[[6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]]")
 
 
-def gradients(share_prompts, options):
+def gradients(logprobs, options):
     """The entropy and those of an update on 4 prompts, of which this has its part."""
     models = [grpo.tiny_model(seed)[0].eval() for seed in (0, 1)]
-    run = make_run(*models, share_prompts, micro_batch_tokens=20, **options)
-    prompts, completions, advantages = [], [], []
-    for i in range(grpo.RANK, 4, grpo.WORLD_SIZE):
-        rng = random.Random(i)
-        prompts.append(rng.choices(range(2, 47), k=i + 1))
-        for length in LENGTHS[i]:
-            completions.append(rng.choices(range(2, 47), k=length))
-            advantages.append(rng.gauss())
-    batch = grpo.Batch(*grpo.pad(prompts, "left"), *grpo.pad(completions, "right"))
-    batch.advantages = torch.tensor(advantages)[:, None].expand(batch.mask.shape)
+    run = make_run(*models, logprobs, micro_batch_tokens=20, **options)
+    torch.manual_seed(0)
+    ids, advantages = torch.randint(2, 47, (4, 4, 6)), torch.randn(4, 4, 1)
+    mask = torch.arange(6) < torch.tensor(LENGTHS)[:, :, None]
+    mine = slice(grpo.RANK, 4, grpo.WORLD_SIZE)
+    prompt_mask = torch.arange(6) > torch.arange(4)[:, None]
+    columns = ids, mask, advantages.expand(4, 4, 6)
+    columns = [x[mine].flatten(0, 1) for x in columns]
+    batch = grpo.Batch(ids[mine, 0], prompt_mask[mine], *columns)
     step = run.optimizer.step
     grads = []
 
@@ -2541,7 +2252,7 @@ def on_each_rank(folder):
     train(f"{folder}/whole", *options)
     if grpo.RANK == 1:
         os.environ["STOP_AT"] = "3"
-    with raises(grpo.Stop, match="SIGTERM after step 3\\n"):
+    with raises(grpo.Stop, match="SIGTERM after step 3"):
         train(f"{folder}/cut", *options)
     os.environ.pop("STOP_AT", None)
     if grpo.RANK == 1:
@@ -2597,26 +2308,31 @@ def test_a_signal_to_one_rank_ends_all_and_resuming_loses_nothing(two_ranks):
     assert all(row["num_tokens"] == 8 * row["completion_length"] for row in rows)
 
 
-@cases("size", [2, 4, 14])
-def test_ranks_share_the_held_out_rows(size, monkeypatch):
-    """Each row once, and as many for each rank."""
-    seen = []
-
-    def score(run, rows, batch):
-        seen.extend(rows)
-        return SimpleNamespace(rewards=dict(reward=torch.zeros(len(rows))))
-
-    monkeypatch.setattr(grpo, "score_completions", score)
-    monkeypatch.setattr(grpo, "rollout", mock.Mock())
-    monkeypatch.setattr(grpo, "log", lambda *_: defaultdict(float))
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
-    config = grpo.Config(prompts_per_step=1, num_generations=size)
-    for rank in (0, 1):
+@cases("world_size", [1, 2])
+def test_ranks_share_what_fits_and_score_each_held_out_row_once(
+    monkeypatch, world_size
+):
+    """As many each, or they would not evaluate as often, and wait for ever."""
+    for name in ("sft", "choose_logprobs"):
+        monkeypatch.setattr(grpo, name, lambda *_: "tiny")
+    for name in ("shard", "claim", "log_metrics", "print0"):
+        monkeypatch.setattr(grpo, name, lambda *_, **__: defaultdict(float))
+    monkeypatch.setattr(grpo, "all_gather", lambda value: [value] * world_size)
+    monkeypatch.setattr(grpo, "WORLD_SIZE", world_size)
+    calls = watch(monkeypatch, "score_completions")
+    options = "--prompts-per-step 8 --max-prompt-length 4".split()  # a+b=, not aa+b=
+    shapes, rows = set(), []
+    for rank in range(world_size):
         monkeypatch.setattr(grpo, "RANK", rank)
-        run = SimpleNamespace(config=config, step=0, evaluated_step=-1)
-        grpo.evaluate(run, [*range(7)])
-        assert len(seen) == 3 * (rank + 1)
-    assert sorted(seen) == [*range(6)]
+        run = grpo.Run(grpo.parse_args(options))
+        train_rows, eval_rows = grpo.set_up(run)
+        grpo.evaluate(run, eval_rows)
+        shapes.add((len(train_rows), len(eval_rows)))
+        rows += train_rows
+    rows += [row for _, scored, _ in calls for row in scored]
+    ((num_train, num_eval),) = shapes
+    assert 98 <= len(rows) == world_size * (num_train + num_eval)  # of 100 that fit
+    assert num_eval > 0 and len({row["prompt"] for row in rows}) == len(rows)
 
 
 def test_another_number_of_processes_cannot_resume(two_ranks):
