@@ -562,7 +562,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         ctx.temperature = temperature
         log_z = hidden.new_full((len(hidden),), -math.inf, dtype=torch.float32)
         for words in weight.split(ctx.size):  # (v, H)
-            logits = (hidden @ words.t()).float() / temperature  # (M, v)
+            logits = (hidden @ words.t()).float().div_(temperature)  # (M, v)
             log_z = log_z.logaddexp(logits.logsumexp(1))  # log sum exp of words so far
         # The targets' logits are rounded as above: once, after the sum over H. If each
         # product were rounded, as in `hidden * weight`, a log-prob could exceed 0.
@@ -582,8 +582,8 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight)
         for start in range(0, len(weight), ctx.size):
             words = weight[start : start + ctx.size]  # (v, H)
-            logits = (hidden @ words.t()).float() / ctx.temperature  # (M, v)
-            softmax = torch.exp(logits - log_z[:, None])
+            logits = (hidden @ words.t()).float().div_(ctx.temperature)  # (M, v)
+            softmax = logits.sub_(log_z[:, None]).exp_()
             ids = torch.arange(start, start + len(words), device=weight.device)
             one_hot = (targets[:, None] == ids).float()
             grad_logits = (grad * (one_hot - softmax)).to(words.dtype)
