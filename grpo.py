@@ -21,7 +21,7 @@ V vocabulary, H hidden size, M completion tokens without padding.
 The rooms of this file, in order:
   - all of GRPO, in its plain form: "GRPO in numbers", "samples and log-probs",
     "one step"
-  - the same for real models, tested to be equal: "the same, faster", "the same, in
+  - the same made better, and tested to be equal: "the same, faster", "the same, in
     less memory"
   - the program around it: "training", "data and prompts", "rewards", "rewards of
     reasoning steps", "models", "several processes", "checkpoints", "built-in task and
@@ -74,8 +74,8 @@ DTYPE = "bfloat16" if ON_GPU else "float32"
 # --------------------------------------------------------------------- GRPO in numbers
 def completion_mask(completion_ids, eos_token_ids):
     """True up to and including each row's first EOS: ids (N, C) -> bool (N, C).
-    eos_token_ids: one id or a list. Do not mask by the pad token instead: many models
-    pad with the EOS, and would never learn to stop.
+    eos_token_ids: one id or a list. A mask by the pad token would be wrong: many models
+    pad with EOS, and would never learn to stop.
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), 2).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
@@ -95,9 +95,9 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
     groups = 1.0 * rewards.reshape(-1, num_generations)  # (B, G); integers will do
-    # Subtracting a group's first reward changes no advantage, and makes equal rewards
-    # exact zeros. Without it, rounding makes the mean of eight rewards of 0.1 wrong by
-    # 1e-8. Divided by a std that is as small, that is an advantage of -0.4.
+    # This changes no advantage, and makes equal rewards exact zeros. Without it the
+    # mean of eight rewards of 0.1 is wrong by 1e-8, their std is as small, and the
+    # quotient, their advantage, is -0.4.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -175,11 +175,10 @@ def grpo_loss(
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
-    num_sequences and num_tokens are those of the whole optimizer batch, so that the
-    losses of its micro-batches add up. If they are None, for those who paste this
-    function, this call is the whole batch. If max_completion_length is None it is C."""
+    num_sequences and num_tokens are those of the whole optimizer batch, so that losses
+    of its micro-batches add up; if None, those of this call. max_completion_length is C
+    if None. Masked places may hold anything, even NaN."""
     mask = mask.bool()
-    # Masked places may hold anything, even NaN. They become 0 before they are used.
     logp = logp.masked_fill(~mask, 0)
     # Without old_logp the ratio is exactly 1, but its gradient is that of logp.
     old_logp = (logp if old_logp is None else old_logp).detach().masked_fill(~mask, 0)
@@ -216,7 +215,7 @@ def forward(model, ids, attention_mask, cache=None, **options):
     """Run ids (N, L) after the K tokens that `cache` holds, and add them to it.
     attention_mask: (N, K + L). Positions do not count padding on the left."""
     if cache is not None and model.training:
-        raise ValueError("not in eval mode: a model that trains may drop its cache")
+        raise ValueError("call model.eval(): gradient checkpointing drops the cache")
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return model(
         ids,
@@ -230,8 +229,8 @@ def forward(model, ids, attention_mask, cache=None, **options):
 
 def sample(logits, temperature=1.0):
     """One token of each row from softmax(logits / temperature): (N, V) -> (N,).
-    At temperature 0 the most probable one. By inverse transform sampling, with one
-    random number a row: `torch.multinomial` draws V of them, which is slow."""
+    At temperature 0 the most probable one. Inverse transform sampling takes one random
+    number a row; `torch.multinomial` draws V of them, which is slow."""
     if temperature == 0:
         return logits.argmax(1)
     probs = (logits.float() / temperature).softmax(1)  # (N, V)
@@ -254,8 +253,8 @@ def generate(
     """G completions of each prompt, sampled from the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`. A row
     ends with its first EOS and is filled up with EOS: `eos_token_ids`, one id or a list
-    of which the first fills. Temperature 0 is greedy. The model is in eval mode. Its
-    generation config (top-k, …) is not read, as it would change the distribution."""
+    of which the first fills. Temperature 0 is greedy. The model, in eval mode, samples
+    from its whole distribution: its generation config (top-k, …) is not read."""
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
@@ -265,7 +264,7 @@ def generate(
     cache = DynamicCache(config=model.config)
     logits = forward(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
     prompt_of = torch.arange(num_completions, device=eos.device) // num_generations
-    cache.reorder_cache(prompt_of)  # selects rows: B become N
+    cache.reorder_cache(prompt_of)  # takes these rows: B become N
     logits = logits[prompt_of]  # (N, 1, V)
     # The completions that go on; logits and cache have a row for each of these.
     live = torch.arange(num_completions, device=eos.device)
@@ -290,10 +289,10 @@ def token_logprobs(
 ):
     """log-prob of each completion token given all before it: (N, C) float32, 0 where
     masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, mask: (N, C),
-    the mask as by `completion_mask`; N = B*G. Masked ids must be valid ids as well. The
-    logits are divided by `temperature`, as in sampling. model: a causal LM of
-    transformers in eval mode. The forward pass repeats each prompt G times, and all
-    logits, (N, C, V), are held in float32 as well. `shared_logprobs` does better."""
+    the mask as by `completion_mask`. Masked ids must be below V, too. The logits are
+    divided by `temperature`, as in sampling. model: a causal LM of transformers in eval
+    mode. Each prompt runs G times, and all logits, (N, C, V), are held in memory, also
+    in float32. `shared_logprobs` does better."""
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     mask = mask.bool()
@@ -327,10 +326,9 @@ class Batch:
 
 def train_step(run, train_rows, step):
     """One step of GRPO on B of the rows of data -> its metrics, and `Scores` to log.
-    run: a `Run`, of which it uses `config` (the options), `num_prompts` (B), `policy`,
-    `reference` (models), `tokenizer`, `eos_token_ids`, `rewards` (functions and their
-    weights), `logprobs` (`token_logprobs` or a faster function), `without_adapters` and
-    `optimizer`."""
+    Of `run` it uses `config` (the options), `num_prompts` (B), `policy`, `reference`
+    (models), `tokenizer`, `eos_token_ids`, `rewards` (functions and their weights),
+    `logprobs` (`token_logprobs` or as good), `without_adapters` and `optimizer`."""
     config = run.config
     num_generations = config.num_generations
     set_seed(config.seed, step)
@@ -344,11 +342,12 @@ def train_step(run, train_rows, step):
 
     # 3. score them
     scores = score_completions(run, rows, batch)
+    rewards = scores.outcome.float()  # (N,); float32 rounds equal sums to equal numbers
 
     # 4. normalise them within each group
-    rewards = scores.outcome.float()  # (N,), the weighted sum
     advantages = group_advantages(rewards, num_generations, config.scale_rewards)
-    batch.advantages = scores.for_each_token(advantages).to(DEVICE)  # (N, C)
+    # (N, C): all tokens of a completion have its advantage.
+    batch.advantages = scores.for_each_token(advantages).to(DEVICE)
     rollout_end = time.perf_counter()
 
     # 5. minimise -min(ratio A, clip(ratio) A) + beta KL
@@ -357,31 +356,23 @@ def train_step(run, train_rows, step):
     end = time.perf_counter()
 
     # 6. measure it
-    groups = scores.rewards["reward"].view(-1, num_generations)  # (B, G)
-    measured = dict(  # each (N,) or (B,): the mean is logged
-        scores.rewards,  # "reward", of all functions, and each "rewards/<name>"
-        reward_std=groups.std(1),
-        zero_std_fraction=(groups == groups[:, :1]).all(1),
-        completion_length=batch.mask.sum(1),
-        truncated_fraction=~scores.finished,
-    )
-    for name, values in measured.items():
+    for name, values in scores.measure().items():
         metrics[name] = values.double().mean().item()
-    # The mean of this over ranks, by `log_metrics`, is the number of all their tokens.
-    metrics["num_tokens"] = WORLD_SIZE * batch.mask.sum().item()
+    metrics["completion_length"] = batch.mask.sum(1).double().mean().item()
+    metrics["num_tokens"] = sum(all_gather(batch.mask.sum().item()))  # of all ranks
     metrics["learning_rate"] = learning_rate
     metrics["rollout_seconds"] = rollout_end - start
     metrics["update_seconds"] = end - rollout_end
     metrics["step_seconds"] = end - start
+    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30  # or 0
     return metrics, scores
 
 
 def prompt_batch(rows, step, size, seed):
     """The `size` rows of a step; every epoch is shuffled."""
     if len(rows) < size:
-        raise Error(f"--prompts-per-step: only {len(rows)} rows are left for {size}")
+        raise Error(f"--prompts-per-step: only {len(rows)} rows fit, not {size}")
     epoch, i = divmod(step - 1, len(rows) // size)
-    # Seeds are far apart, so that no epoch of one is an epoch of another.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(rows), generator=generator)
     return [rows[j] for j in order.split(size)[i]]
@@ -398,9 +389,9 @@ def rollout(run, rows, num_generations, temperature):
 
 
 def score_completions(run, rows, batch):
-    """`Scores` of a batch: the room "rewards" has that class. Functions get its columns
-    (prompts, completions, the data's, …). `outcome` (N,) is the weighted sum of their
-    rewards, from which advantages are made; `rewards`, {name: (N,)}, is for the log."""
+    """Let each reward function judge a batch -> `Scores` (in the room "rewards"), of
+    which `outcome` (N,) is the weighted sum of rewards. Functions get its `columns`:
+    prompts, completions and what the data has."""
     scores = Scores(run, rows, batch)
     for name, (function, weight) in run.rewards.items():
         scores.add(name, weight, call_reward(name, function, scores.columns))
@@ -408,19 +399,19 @@ def score_completions(run, rows, batch):
 
 
 def update(run, batch, learning_rate):
-    """num_iterations (mu) AdamW steps on one rollout -> metrics, most as means over
-    tokens. Each step is on the whole rollout: micro-batches only add up its gradient,
-    they are not PPO's minibatches. With one iteration the ratio is exactly 1."""
+    """num_iterations (mu) AdamW steps on one rollout -> metrics, most as means over the
+    tokens of `parts`. Each step is on the whole rollout: micro-batches only add up its
+    gradient, they are not PPO's minibatches. With one iteration the ratio is exactly 1.
+    """
     config = run.config
     # Parts of the batch that fit into memory, without groups that have no gradient.
     parts = micro_batches(run, batch)
     reference_logprobs(run, parts)
-    # With several ranks, gradients and metrics are averaged over them. All have as many
-    # sequences, but not as many tokens. So sums over tokens are not divided by a rank's
-    # own number of tokens, but by the mean of all ranks' numbers.
-    num_tokens = mean_over_ranks(batch.mask.sum().item())  # of the batch, for the loss
-    sizes = [part.mask.sum().item() for part in parts]
-    num_kept = mean_over_ranks(sum(sizes))  # of these parts, for the metrics
+    # With several ranks the mean of their gradients counts. Each divides its sum over
+    # tokens by the mean of the ranks' numbers of tokens: that makes the mean over all
+    # tokens. All ranks have as many sequences, which needs no mean.
+    num_tokens = mean_over_ranks(batch.mask.sum().item())
+    sizes = [part.mask.sum().item() for part in parts]  # in tokens
     metrics = defaultdict(float)
     for _ in range(config.num_iterations):
         for part, size in zip(parts, sizes):
@@ -445,7 +436,8 @@ def update(run, batch, learning_rate):
             loss.backward()
             metrics["loss"] += loss.item() / config.num_iterations
             for name, mean in means.items():
-                metrics[name] += mean.item() * size / num_kept / config.num_iterations
+                weight = size / sum(sizes) / config.num_iterations
+                metrics[name] += weight * mean.item()
         # This clips and frees the gradient, and skips one that is not finite.
         metrics["grad_norm"] = run.optimizer.step(learning_rate, config.max_grad_norm)
         metrics["skipped"] += not math.isfinite(metrics["grad_norm"])
@@ -453,9 +445,8 @@ def update(run, batch, learning_rate):
 
 
 def reference_logprobs(run, parts):
-    """Give each part the log-probs of the frozen reference, if there is a KL term. The
-    reference of a policy with adapters (LoRA) is the policy without them; without LoRA
-    `without_adapters` does nothing."""
+    """Give each part the log-probs of the frozen reference, if there is a KL term. With
+    LoRA the reference is the policy without its adapters."""
     if run.reference is None:
         return
     with torch.no_grad(), run.without_adapters():
@@ -489,9 +480,9 @@ def shared_logprobs(
         tokens    p0 p1 p2 | c0 c1 c2        the output at p2 predicts c0,
         outputs   -  -  h2 | h3 h4 -         those at c0 and c1 predict c1 and c2
 
-    The prompts run first, (B, P). Then each completion, without its last token, goes on
-    from a copy of its prompt's keys and values in the cache. The copies are ordinary
-    tensors of the autograd graph, so gradients flow through them into the prompts."""
+    The prompts run first. Then each completion, without its last token, goes on from a
+    copy of its prompt's keys and values, through which gradients flow into the prompt.
+    """
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     mask = mask.bool()
@@ -501,31 +492,28 @@ def shared_logprobs(
     cache = PromptCache(config=model.config)
     first = hidden_states(model, prompt_ids, prompt_mask, cache, keep=1)  # (B, 1, H)
     cache.is_complete = True
-    cache.reorder_cache(prompt_of)  # selects rows: B become N
-    # At least two tokens run. Layers such as Mamba's would take a single one for a step
-    # of decoding, which has no backward.
-    num_inputs = max(length - 1, 2)
-    inputs = F.pad(completion_ids, (0, 2))[:, :num_inputs]
-    # Padding on the right needs no mask: it changes no output on its left.
+    cache.reorder_cache(prompt_of)  # takes these rows: B become N
+    # A recurrent layer (Mamba) takes a single token for a step of decoding, which has
+    # no backward. So at least two run, the second of which may be cut off below.
+    num_inputs = max(2, length - 1)
+    inputs = F.pad(completion_ids, (0, 1))[:, :num_inputs]
     attention_mask = F.pad(prompt_mask[prompt_of], (0, num_inputs), value=True)
     later = hidden_states(model, inputs, attention_mask, cache, keep=num_inputs)
-    hidden = torch.cat([first[prompt_of], later], 1)[:, :length][mask]  # (M, H)
-    # Where ranks share this weight (FSDP) it is whole after a call, see `shard`.
+    hidden = torch.cat([first[prompt_of], later], 1)  # (N, 1 + num_inputs, H)
+    hidden = hidden[:, :length][mask]  # (M, H): what predicts an unmasked token
     weight = model.get_output_embeddings().weight  # (V, H)
     logp = ChunkedLogprobs.apply(hidden, weight, completion_ids[mask], temperature)
     return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
 
 class PromptCache(DynamicCache):
-    """A cache in which recurrent layers, such as Mamba's, store their states after the
-    prompts, and no later ones. Later states would be written into the same memory, but
-    backward still needs what is there."""
+    """A cache in which recurrent layers (Mamba) store their states after the prompts,
+    and no later ones, which would overwrite what backward still needs."""
 
-    is_complete = False  # True once the prompts have run: then nothing is stored
+    is_complete = False  # True once the prompts have run
 
     def update_recurrent_state(self, states, *args, **options):
-        """transformers calls this with a layer's new states; it goes on with those that
-        are returned."""
+        """transformers gives a layer's new states and goes on with what is returned."""
         if self.is_complete:
             return states
         return super().update_recurrent_state(states, *args, **options)
@@ -533,9 +521,8 @@ class PromptCache(DynamicCache):
 
 def hidden_states(model, ids, attention_mask, cache, keep):
     """The last `keep` hidden states of each row, without logits: (N, keep, H). A hook
-    keeps the inputs of the output layer and hands on none of their tokens, so that this
-    layer has nothing to compute. The model is called as a whole, as FSDP gathers the
-    weights at that call."""
+    takes the inputs of the output layer and leaves it no tokens to compute. The whole
+    model is called, not its body alone: that call gathers the weights of FSDP."""
     hidden = []
 
     def take(layer, inputs):
@@ -550,46 +537,46 @@ def hidden_states(model, ids, attention_mask, cache, keep):
 class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature) at the targets, without all logits
     in memory. hidden: (M, H); weight: (V, H); targets: (M,) -> (M,) float32. The logits
-    of v words of the vocabulary at a time are computed, and again in backward. They are
-    rounded to the dtype of `hidden` and then divided in float32, as in sampling."""
+    of v words of the vocabulary at a time are computed, and again in backward. As in
+    sampling, they have the dtype of `hidden`, and are divided in float32."""
 
     logits_at_once = 2**25 if ON_GPU else 2**19  # M*v; 2**19 fit into a CPU's cache
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
-        words_at_once = ChunkedLogprobs.logits_at_once // max(1, len(hidden))
-        ctx.size = max(64, words_at_once // 64 * 64)  # a GPU wants multiples of 64
+        num_words = ChunkedLogprobs.logits_at_once // max(1, len(hidden))
+        ctx.num_words = max(64, num_words // 64 * 64)  # v: GPUs like multiples of 64
         ctx.temperature = temperature
         log_z = hidden.new_full((len(hidden),), -math.inf, dtype=torch.float32)
-        for words in weight.split(ctx.size):  # (v, H)
+        for words in weight.split(ctx.num_words):  # (v, H)
             logits = (hidden @ words.t()).float().div_(temperature)  # (M, v)
             log_z = log_z.logaddexp(logits.logsumexp(1))  # log sum exp of words so far
-        # The targets' logits are rounded as above: once, after the sum over H. If each
-        # product were rounded, as in `hidden * weight`, a log-prob could exceed 0.
+        # The targets' logits. As above, and unlike in (hidden * weight).sum(), they are
+        # rounded once, after the sum over H; else a log-prob could exceed 0.
         logit = torch.einsum("mh,mh->m", hidden, weight[targets]).float() / temperature
         ctx.save_for_backward(hidden, weight, targets, log_z)
         return logit - log_z
 
     @staticmethod
     def backward(ctx, grad):
-        # d logp / d logits = one_hot(target) - softmax(logits). The softmax is float32:
-        # bfloat16 knows no number between 0.996 and 1.
         hidden, weight, targets, log_z = ctx.saved_tensors
         grad = grad[:, None] / ctx.temperature  # (M, 1)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:  # not if the layer is frozen (LoRA)
-            grad_weight = torch.zeros_like(weight)
-        for start in range(0, len(weight), ctx.size):
-            words = weight[start : start + ctx.size]  # (v, H)
+        needs_weight = ctx.needs_input_grad[1]  # not if the layer is frozen (LoRA)
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        # d logp / d logits = one_hot(target) - softmax(logits). It is rounded after the
+        # subtraction: bfloat16 would make a softmax of 0.999 a 1, and the gradient 0.
+        for start in range(0, len(weight), ctx.num_words):
+            words = weight[start : start + ctx.num_words]  # (v, H)
             logits = (hidden @ words.t()).float().div_(ctx.temperature)  # (M, v)
             softmax = logits.sub_(log_z[:, None]).exp_()
             ids = torch.arange(start, start + len(words), device=weight.device)
             one_hot = (targets[:, None] == ids).float()
             grad_logits = (grad * (one_hot - softmax)).to(words.dtype)
             grad_hidden += grad_logits @ words
-            if grad_weight is not None:
-                grad_weight[start : start + ctx.size].addmm_(grad_logits.t(), hidden)
+            if needs_weight:
+                words_grad = grad_weight[start : start + ctx.num_words]
+                words_grad.addmm_(grad_logits.t(), hidden)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None
 
 
@@ -598,44 +585,34 @@ def choose_logprobs(model):
     which. Their log-probs and gradients are compared with those of forward passes
     without padding, while the model is still in float32. Raises ValueError if neither
     agrees, or if sampling does not."""
-    prompts = [2, 3, 4, 2, 3], [5, 6]  # the second has padding
+    prompts = [2, 3, 4, 2, 3], [5, 6]  # only the second is padded
     prompt_ids, prompt_mask = pad(prompts, "left")
+    size, no_token = 8, -1  # no completion ends before 8 tokens
     ids, error = attempt(
-        generate,
-        model,
-        prompt_ids,
-        prompt_mask,
-        num_generations=1,
-        max_completion_length=8,
-        eos_token_ids=-1,  # no token: no completion ends early
-        temperature=0,
+        generate, model, prompt_ids, prompt_mask, 1, size, no_token, temperature=0
     )
     if error:
         raise ValueError(f"it cannot be sampled: {error}")
-    logits = []  # of plain forward passes: they predict the completions
+    logits = []  # of plain forward passes
     for prompt, completion in zip(prompts, ids):
         tokens = torch.tensor([[*prompt, *completion]], device=DEVICE)
-        logits.append(model(tokens).logits[0, len(prompt) - 1 : -1])  # (8, V)
+        logits.append(model(tokens).logits[0, -size - 1 : -1])
+    logits = torch.stack(logits)  # (2, C, V), which predict the completions
     check_sampling(ids, logits)
-    logp = -F.cross_entropy(torch.cat(logits), ids.flatten(), reduction="none")
-    weight = model.get_input_embeddings().weight  # its gradient passes all layers
-
-    def with_gradient(logp):
-        (grad,) = torch.autograd.grad(logp.sum(), weight)
-        return logp, grad
+    weight = model.get_input_embeddings().weight  # gradients pass all layers to it
+    logp = -F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+    expected = [logp, *torch.autograd.grad(logp.sum(), weight)]
 
     def results(logprobs):
-        mask = torch.ones_like(ids)
-        return with_gradient(logprobs(model, prompt_ids, prompt_mask, ids, mask))
+        logp = logprobs(model, prompt_ids, prompt_mask, ids, torch.ones_like(ids))
+        return [logp, *torch.autograd.grad(logp.sum(), weight)]
 
-    expected = with_gradient(logp.view_as(ids))
     candidates = [shared_logprobs, token_logprobs]
-    # `shared_logprobs` computes logits itself, without what some models do to theirs
-    # (Gemma 2: final_logit_softcapping). The comparison could miss that: a model whose
-    # logits are small, as with untrained weights, caps none.
+    # Some models cap or scale their logits, which `shared_logprobs` does not. Logits of
+    # untrained weights may be too small to show a cap. So it is enough that an option
+    # such as final_logit_softcapping is there, with a number that is not 0 or 1.
     for option, value in vars(model.config).items():
-        has_no_effect = value in (None, False, 1)  # 1 as a scale
-        if re.search("logit|lm_head", option) and not has_no_effect:
+        if re.search("logit|lm_head", option) and value not in (None, 0, 1):
             candidates = [token_logprobs]
     for logprobs in candidates:
         found, error = attempt(results, logprobs)
@@ -644,21 +621,21 @@ def choose_logprobs(model):
         elif all((x - y).norm() <= 1e-3 * y.norm() for x, y in zip(found, expected)):
             print0(f"log-probs by {logprobs.__name__}")
             return logprobs
-    raise ValueError("padding changes its log-probs")
+    raise ValueError("its log-probs are not found: padding may change them")
 
 
 def check_sampling(ids, logits):
     """Raise ValueError unless greedy completions of two prompts, (2, C), are the most
-    probable tokens by `logits`, (C, V) each, of forward passes without cache and
-    padding. The first prompt has no padding: there only the cache can be at fault."""
-    for tokens, values, cause in zip(ids, logits, ("its cache", "padding")):
-        if not torch.equal(tokens, values.argmax(1)):
+    probable tokens by logits (2, C, V) of forward passes without cache and padding. The
+    first prompt has no padding: there only the cache can be at fault."""
+    for tokens, best, cause in zip(ids, logits.argmax(2), ("its cache", "padding")):
+        if not torch.equal(tokens, best):
             raise ValueError(f"{cause} changes what it samples")
 
 
 def attempt(function, *args, **options):
-    """(result, None), or (None, error): a model may lack such a cache or output layer.
-    Errors of the device are raised, as they say nothing of the model."""
+    """(result, None), or (None, error) where the model lacks such a cache or output
+    layer. Errors of the device are raised: they say nothing of the model."""
     try:
         return function(*args, **options), None
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -669,8 +646,8 @@ def attempt(function, *args, **options):
 
 # ------------------------------------------------------------ the same, in less memory
 def micro_batches(run, batch):
-    """A batch in parts of `micro_batch_tokens`, padding included. To save padding, the
-    completions of a prompt are sorted by length, and prompts by their longest one."""
+    """A batch in parts that fit. To save padding, the completions of a prompt are
+    sorted by length, and prompts by their longest one."""
     lengths = batch.mask.sum(1).tolist()
     groups = groups_with_gradient(run, batch)
     for group in groups:
@@ -681,9 +658,9 @@ def micro_batches(run, batch):
 
 
 def groups_with_gradient(run, batch):
-    """The indices of each prompt's completions: a list of lists. Without a KL term, a
-    group whose advantages are all 0 has no gradient and is left out. One group always
-    stays, as each rank must take part in the update."""
+    """The indices of each prompt's completions: a list of lists. Without a KL term a
+    group whose advantages are all 0 has no gradient and is left out. One always stays,
+    as `fillers` needs it."""
     size = len(batch.mask) // len(batch.prompt_ids)
     groups = [[*range(i, i + size)] for i in range(0, len(batch.mask), size)]
     if run.reference is None:
@@ -693,8 +670,8 @@ def groups_with_gradient(run, batch):
 
 
 def split_to_fit(run, batch, groups):
-    """The completions of these groups as parts of `micro_batch_tokens`. A part that is
-    too large is halved, down to a single completion."""
+    """The completions of these groups, all as large, in parts of `micro_batch_tokens`,
+    padding included. What is too large is halved, down to a single completion."""
     indices = [i for group in groups for i in group]  # of the completions
     num_generations = len(batch.mask) // len(batch.prompt_ids)
     prompts = [group[0] // num_generations for group in groups]
@@ -702,9 +679,9 @@ def split_to_fit(run, batch, groups):
     length = int(batch.mask[indices].sum(1).max())
     num_tokens = len(prompts) * prompt_length + len(indices) * length
     if run.logprobs is token_logprobs:  # it repeats prompts and holds all logits
-        num_tokens = len(indices) * (prompt_length + length)
-        # By a rough rule a token takes as much memory in the layers as 65,536 logits.
-        num_tokens += len(indices) * length * run.policy.config.vocab_size // 2**16
+        # 65,536 logits take about as much memory as a token does in the layers.
+        num_logits = length * run.policy.config.vocab_size
+        num_tokens = len(indices) * (prompt_length + length + num_logits // 2**16)
     if num_tokens <= run.config.micro_batch_tokens or len(indices) == 1:
         part = Batch(  # without padding that none of these needs
             batch.prompt_ids[prompts, -prompt_length:],
@@ -717,29 +694,29 @@ def split_to_fit(run, batch, groups):
     if len(groups) > 1:
         middle = len(groups) // 2
         first, second = groups[:middle], groups[middle:]
-    else:  # halve the completions of a single prompt: two groups of it
+    else:  # halve the completions of a single prompt
         middle = len(indices) // 2
         first, second = [indices[:middle]], [indices[middle:]]
     return split_to_fit(run, batch, first) + split_to_fit(run, batch, second)
 
 
 def fillers(parts):
-    """Parts without effect. Each forward and backward pass takes all ranks (FSDP). So a
-    rank that has fewer parts than others repeats its first, with all tokens masked."""
+    """Parts without effect. All ranks must take part in each forward and backward pass
+    (FSDP). So one that has fewer parts repeats its first, with all tokens masked."""
     filler = dataclasses.replace(parts[0], mask=torch.zeros_like(parts[0].mask))
     return [filler] * (max(all_gather(len(parts))) - len(parts))
 
 
 class MasterAdamW:
     """torch's AdamW (arXiv:1711.05101; weight decay 0) on float32 masters.
-    A bfloat16 weight does not change at all when less than 1/512 of it is added. So its
-    float32 master moves instead, and the weight becomes the master, rounded. Masters of
-    bfloat16 weights begin at a random place, see `within_cell`.
+    A bfloat16 weight stays as it is when less than 1/512 of it is added. So its float32
+    master moves instead, and the weight becomes the master, rounded. Such a master
+    begins at a random place, see `within_cell`.
 
         weight              its master
-        float32             the weight itself: they share memory
+        float32             the weight itself
         bfloat16            a float32 copy, made before `cast` rounds the weight
-        sharded (FSDP)      this rank's shard itself, float32; a call of the model
+        sharded (FSDP)      this rank's shard itself, float32: a call of the model
                             rounds what it gathers
     """
 
@@ -748,25 +725,25 @@ class MasterAdamW:
         self.masters = []
         for param in self.params:
             if isinstance(param, DTensor):
-                master = param.detach().to_local()  # they share memory
+                master = param.detach().to_local()  # shares the shard's memory
                 if dtype == torch.bfloat16:
                     master.copy_(within_cell(master))
             elif dtype == torch.bfloat16:
-                master = within_cell(param.detach())  # a copy
+                master = within_cell(param.detach())
             else:
-                master = param.detach()  # they share memory
+                master = param.detach()  # shares the weight's memory
             self.masters.append(master)
             # torch adds up its gradients in float32: bfloat16 would lose small ones.
             param.grad_dtype = torch.float32
         self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
-        # True from an update until `train` has finished that step: between the two the
-        # weights belong to no step, and `save` does not save them.
+        # True from the first update of a training step until `train` has finished that
+        # step. In between the weights belong to no step, and `save` does nothing.
         self.has_moved = False
 
     def step(self, learning_rate, max_grad_norm):
         """Clip the gradient to the norm `max_grad_norm` (0: do not), move the masters
-        against it and round the weights to them. Returns the norm before clipping, over
-        all ranks. If it is not finite nothing moves. The gradient is freed."""
+        and round the weights to them. If the norm is not finite nothing moves. Frees
+        the gradient. Returns its norm before clipping, over all ranks."""
         for param, master in zip(self.params, self.masters):
             master.grad = local_shard(param.grad)
             param.grad = None
@@ -791,15 +768,16 @@ class MasterAdamW:
 def within_cell(weight):
     """Float32 masters that begin at random places: bfloat16 rounds each to its weight.
     Near 0.02, bfloat16 numbers are 1.2e-4 apart. A master that begins at one of them
-    needs 60 updates of 1e-6 before it rounds to the next one and its weight moves. Of
-    masters that begin anywhere between two of them, one in 120 moves its weight at each
-    such update: on average, weights move as their masters do. A weight is its own
-    master where the random number does not round to it: at 0, at some powers of 2, and
-    where a float32 checkpoint has no bfloat16 number."""
+    needs 60 updates of 1e-6 before it rounds to the next one and its weight moves. If
+    masters begin evenly spread, an update of 1e-6 takes one in 120 (1e-6 / 1.2e-4) past
+    the point where it rounds to the next one: on average, weights move as masters do.
+    """
     # 0.02 is between 2**-6 and 2**-5: its exponent is -5. bfloat16 has 8 bits: there
     # its numbers are 2**-13 apart. What is closer than half of that rounds to them.
     exponent = torch.frexp(weight).exponent
     near = weight + torch.ldexp(torch.rand_like(weight) - 0.5, exponent - 8)
+    # At 0, some powers of 2 and lower bits of a float32 checkpoint, `near` may round to
+    # something else: then the weight is its own master.
     return torch.where(near.bfloat16() == weight, near, weight)
 
 
@@ -828,10 +806,10 @@ class Config:
     data: str = ""  # JSONL file or Hub data set NAME[:CONFIG[:SPLIT]]; else sums
     eval_data: str = ""  # held-out prompts; else a tenth of the data, at most 64
     reward: tuple = ("accuracy",)  # accuracy, math, format, FILE.py:FUNCTION [=WEIGHT]
-    chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if turns end in EOS
-    prompt_template: str = ""  # around a {question}; else accuracy asks for a \boxed{}
+    chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
+    prompt_template: str = ""  # text around {question}; else accuracy asks for \boxed{}
     system_prompt: str = ""  # system message of prompts that have none
-    dtype: Literal["bfloat16", "float32"] = DTYPE  # of the weights that compute
+    dtype: Literal["bfloat16", "float32"] = DTYPE  # of weights; optimised in float32
     # sampling
     num_generations: int = 8  # G, completions sampled for each prompt
     prompts_per_step: int = 8  # of a step, over all ranks
@@ -875,23 +853,21 @@ class Config:
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template must contain {question}")
         if WORLD_SIZE > 1 and (self.lora_rank or self.prompts_per_step % WORLD_SIZE):
-            raise Error("ranks share --prompts-per-step evenly, and have no adapters")
+            raise Error("processes must share --prompts-per-step, without --lora-rank")
 
 
 class Run:
-    """The state of a run; after `load` its models, ready to be trained."""
+    """The state of a run, and after `load` its models, ready to be trained."""
 
     def __init__(self, config):
         self.config = config
         self.num_prompts = config.prompts_per_step // WORLD_SIZE  # B, of this rank
         self.rewards = {}  # name: (reward function, weight)
-        self.output_dir = None  # its folder; None before `claim` makes it
-        if config.resume:
-            self.output_dir = Path(config.resume)
+        # Its folder; of a new run None, until `claim` makes it.
+        self.output_dir = Path(config.resume) if config.resume else None
         self.tracker = None  # wandb or trackio
         self.step = 0  # the last one that is finished
         self.saved_step = 0  # the last one with a checkpoint
-        self.evaluated_step = None  # the last one whose evaluation is logged
         self.signal = ""  # SIGINT or SIGTERM, where this rank got one
 
     def load(self, name):
@@ -905,21 +881,21 @@ class Run:
             raise Error(f"--model {name}: {error}") from error
         set_seed(config.seed, 0)  # for adapters and masters, which begin at random
         self.adapters = None  # peft's wrapper of the policy; None: no LoRA
-        self.without_adapters = contextlib.nullcontext
+        self.without_adapters = contextlib.nullcontext  # does nothing
         if config.lora_rank:
             import peft
 
             r = config.lora_rank  # the name of arXiv:2106.09685
             lora = peft.LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear")
-            self.adapters = peft.get_peft_model(model, lora)  # puts them into the model
+            self.adapters = peft.get_peft_model(model, lora)  # changes `model` itself
             self.without_adapters = self.adapters.disable_adapter
-        # The order matters. Masters are made of shards, where there are several ranks,
-        # and before `cast` rounds the weights of a float32 checkpoint.
+        # In this order: masters are made of shards, if there are any, and before `cast`
+        # rounds the weights of a float32 checkpoint.
         shard(model, dtype, stay_whole=True)
         self.optimizer = MasterAdamW(model, dtype)
         cast(model, dtype)
-        self.policy = model  # the model that samples and learns
-        self.reference = None  # the model that the policy is held to; None: no KL
+        self.policy = model
+        self.reference = None  # no KL
         if config.beta and config.lora_rank:
             self.reference = model  # without its adapters
         elif config.beta:
@@ -936,26 +912,23 @@ def train(config):
     with save_at_the_end(run):
         train_rows, eval_rows = set_up(run)
         restore(run)
-        num_skipped = 0  # steps in a row whose gradients were not finite
         steps = range(run.step + 1, config.max_steps + 1)
         bar = tqdm(steps, initial=run.step, total=config.max_steps, disable=RANK > 0)
         for step in bar:
-            evaluation_is_due = config.eval_every and run.step % config.eval_every == 0
-            if evaluation_is_due:  # of run.step, which is still the step before
-                evaluate(run, eval_rows)
+            is_due = config.eval_every and run.step % config.eval_every == 0
+            if is_due:
+                evaluate(run, eval_rows)  # before this step: run.step is the last one
             stop_at_a_signal(run)
             metrics, scores = train_step(run, train_rows, step)
-            metrics["peak_memory_gb"] = peak_memory_gb()
-            samples = scores if evaluation_is_due else None
+            samples = scores if is_due else None
             metrics = log_metrics(run, step, metrics, samples)
             run.step = step
             run.optimizer.has_moved = False
             bar.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
+            if metrics["skipped"]:
+                print0(f"step {step}: its gradient is not finite, nothing moves")
             if config.save_every and step % config.save_every == 0:
                 save(run)
-            num_skipped = num_skipped + 1 if metrics["skipped"] else 0
-            if num_skipped == 5:
-                raise Stop("the gradients of five steps in a row were not finite.")
         if config.eval_every:
             evaluate(run, eval_rows)
         save(run)
@@ -998,12 +971,11 @@ def save_at_the_end(run):
 
 
 def set_up(run):
-    """Load the run's models, after the supervised steps -> this rank's rows to train on
-    and to evaluate."""
+    """Load the run's models -> this rank's rows to train on and to evaluate."""
     config = run.config
     if config.output_dir and not config.resume:
         check_empty(Path(config.output_dir))
-    if config.report_to and RANK == 0:  # if it is missing that is said now
+    if config.report_to and RANK == 0:
         run.tracker = importlib.import_module(config.report_to)
     run.rewards = load_rewards(config.reward)
     if config.data:
@@ -1016,14 +988,8 @@ def set_up(run):
         random.Random(config.seed).shuffle(rows)
         num_held_out = min(64, len(rows) // 10)
         eval_rows, rows = rows[:num_held_out], rows[num_held_out:]
-    cpu = Path("/proc/cpuinfo")
-    if not ON_GPU and cpu.exists() and "bf16" not in cpu.read_text():
-        if config.dtype == "bfloat16":
-            print0("this CPU has no bfloat16 products: --dtype float32 is faster")
-    name = config.model
-    if config.sft_steps:  # GRPO starts from what they leave, and so does its reference
-        name = sft(run, rows)
-    run.load(name)
+    # GRPO and its reference start from what the supervised steps leave.
+    run.load(sft(run, rows) if config.sft_steps else config.model)
     rows, eval_rows = encode_prompts(rows, run), encode_prompts(eval_rows, run)
     return share_of_rank(rows), share_of_rank(eval_rows)
 
@@ -1048,20 +1014,18 @@ def sft(run, rows):
     for step in tqdm(range(1, config.sft_steps + 1), "supervised", disable=RANK > 0):
         stop_at_a_signal(run)
         chosen = prompt_batch(examples, step, run.num_prompts, config.seed)
-        claim(run)  # now: a mistake up to here leaves no folder
-        prompts, solutions = zip(*chosen)
-        batch = Batch(*pad(prompts, "left"), *pad(solutions, "right"))  # ids and masks
-        batch.advantages = torch.ones(batch.mask.shape, device=DEVICE)
+        claim(run)  # not before: a mistake at the start leaves no folder
+        prompt_ids, prompt_mask = pad([prompt for prompt, _ in chosen], "left")
+        ids, mask = pad([solution for _, solution in chosen], "right")
+        advantages = torch.ones(mask.shape, device=DEVICE)
+        batch = Batch(prompt_ids, prompt_mask, ids, mask, advantages)
         if update(pupil, batch, config.sft_learning_rate)["skipped"]:
             raise Error("a gradient of the supervised steps is not finite")
     return write_folder(pupil, run.output_dir / "sft")
 
 
 def evaluate(run, rows):
-    """Log and print mean rewards of greedy completions of the held-out rows, once for a
-    step."""
-    if run.evaluated_step == run.step:
-        return
+    """Log and print mean rewards of greedy completions of the held-out rows."""
     size = run.num_prompts * run.config.num_generations  # as many as in training
     sums = defaultdict(float)
     for start in range(0, len(rows), size):
@@ -1071,25 +1035,24 @@ def evaluate(run, rows):
             sums[f"eval/{name}"] += values.sum().item() / len(rows)
     if rows:
         means = log_metrics(run, run.step, sums)
-        run.evaluated_step = run.step
         print0(f"step {run.step}: greedy held-out reward {means['eval/reward']:.2f}")
 
 
 def log_metrics(run, step, metrics, scores=None):
-    """Log the means of metrics over ranks in metrics.jsonl and by the tracker, and the
-    `Scores` of a batch in completions.jsonl, with all columns -> the means."""
+    """Log metrics in metrics.jsonl and by the tracker, and the `Scores` of a batch in
+    completions.jsonl. Returns what is logged: the metrics' means over ranks."""
     claim(run)
     ranks = all_gather(metrics)
     means = {name: sum(x[name] for x in ranks) / WORLD_SIZE for name in metrics}
-    if RANK == 0:
-        # None for what is not finite, as JSON has no NaN.
-        row = {name: x if math.isfinite(x) else None for name, x in means.items()}
-        with open(run.output_dir / "metrics.jsonl", "a") as file:
-            print(json.dumps(dict(row, step=step)), file=file)
-        if run.tracker:
-            run.tracker.log(row, step=step)
-    if RANK == 0 and scores:
-        columns = dict(scores.columns, step=[step] * len(scores.total))
+    if RANK > 0:
+        return means
+    row = {name: x if math.isfinite(x) else None for name, x in means.items()}
+    with open(run.output_dir / "metrics.jsonl", "a") as file:  # JSON has no NaN
+        print(json.dumps(dict(row, step=step)), file=file)
+    if run.tracker:
+        run.tracker.log(row, step=step)
+    if scores:
+        columns = dict(scores.columns, step=[step] * len(scores.outcome))
         for name, values in scores.rewards.items():
             columns[name] = values.tolist()
         with open(run.output_dir / "completions.jsonl", "a") as file:
@@ -1099,17 +1062,6 @@ def log_metrics(run, step, metrics, scores=None):
     return means
 
 
-def peak_memory_gb():
-    """The most memory so far, of the GPU or else of the process; NaN if unknown."""
-    if ON_GPU:
-        return torch.cuda.max_memory_allocated() / 2**30
-    if sys.platform != "linux":  # macOS counts in another unit, Windows not at all
-        return math.nan
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 def set_seed(seed, step):
     """Each step has a seed of its own, so that a resumed run draws the same numbers,
     and each rank, so that they draw different ones."""
@@ -1117,23 +1069,24 @@ def set_seed(seed, step):
 
 
 # -------------------------------------------------------------------- data and prompts
+# What reward functions get beside the data's columns, and completions.jsonl has.
+OWN_COLUMNS = "prompts prompt_ids messages completions completion_ids steps finished"
+OWN_COLUMNS += " reward step"
+
+
 def read_rows(source, need_answers):
     """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
     `prompt`, `question` or `problem` (text or chat) becomes "prompt"; `answer` or
     `solution` becomes "answer"; other columns stay for the reward functions. Raises
     `Error` with the first line that is no such row, or lacks an answer."""
-    if ".json" in source or Path(source).is_file():  # a file, even if it is missing
+    if ".json" in source or Path(source).is_file():  # a file, or one that is missing
         records = Path(source).read_bytes().splitlines()
     else:
         import datasets
 
         name, _, rest = source.partition(":")
         config, _, split = rest.partition(":")
-        try:
-            split = split or "train"
-            records = datasets.load_dataset(name, config or None, split=split)
-        except Exception as error:  # whatever it raises
-            raise Error(f"data set {source}: {error}") from error
+        records = datasets.load_dataset(name, config or None, split=split or "train")
     rows = []
     for number, record in enumerate(records, 1):
         if isinstance(record, bytes) and not record.strip():
@@ -1152,12 +1105,11 @@ def read_rows(source, need_answers):
         rows.append({**row, "prompt": prompt, "answer": answer})
     if not rows:
         raise Error(f"{source} has no rows")
-    every_column = dict.fromkeys(name for row in rows for name in row)
-    given = "prompts prompt_ids messages completions completion_ids steps finished"
-    given += " reward step"  # in completions.jsonl
-    if replaced := sorted(every_column.keys() & given.split()):
+    every_column = dict.fromkeys(name for row in rows for name in row)  # name: None
+    replaced = [name for name in every_column if name in OWN_COLUMNS.split()]
+    if replaced:
         print0(f"{source}: columns {replaced} are replaced by this program's own")
-    return [{**every_column, **row} for row in rows]
+    return [{**every_column, **row} for row in rows]  # None where a row has no such
 
 
 def as_messages(prompt):
@@ -1170,13 +1122,13 @@ def as_messages(prompt):
     if "user" not in roles or not {*roles} <= {"system", "user", "assistant"}:
         raise ValueError(f"the roles of its messages are {roles}")
     for message in prompt:
-        str.encode(message["content"])  # raises unless it is text
+        str.encode(message["content"])  # raises unless it is text that can be written
     return prompt
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the chat template ends turns with an EOS. Base models come with templates
-    that they were not trained on: what ends a turn there is no EOS of theirs."""
+    """Whether the chat template ends turns with an EOS. If not, the model was not
+    trained on it: many base models come with the template of their chat models."""
     if not tokenizer.chat_template:
         return False
     question = dict(role="user", content="?")
@@ -1195,7 +1147,7 @@ def needs_answers(config):
 
 
 def encode_prompts(rows, run):
-    """Rows with "prompts" (as rendered), "prompt_ids" and "messages", if they fit. The
+    """The rows that fit, with "prompts" (texts), "prompt_ids" and "messages". The
     prompt template is put around the last message of the user. Then come the system
     prompt and, as --chat-template says, the chat template."""
     config = run.config
@@ -1233,8 +1185,8 @@ def encode_prompts(rows, run):
 
 def pad(sequences, side):
     """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool.
-    The first token of the first row fills up all. A pad token may have an embedding of
-    zeros: a layer that normalises it has NaN gradients, even where it is masked."""
+    The first token of the first row fills up all: a pad token may have an embedding of
+    zeros, and normalising that gives NaN gradients, even where it is masked."""
     tensors = [torch.tensor(sequence, device=DEVICE) for sequence in sequences]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
     mask = ids >= 0  # no token's id is -1
@@ -1244,8 +1196,8 @@ def pad(sequences, side):
 # ----------------------------------------------------------------------------- rewards
 def extract_answer(text, finished=True):
     r"""The one answer of a text: the last \boxed{…}, else what follows the last ####,
-    else, unless the text was cut off, its last number. None if there is none or if the
-    box is not closed.
+    else, if the text is finished, its last number. None if there is none, or if the box
+    is not closed.
     >>> extract_answer(r"First \boxed{3}, so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
@@ -1257,7 +1209,7 @@ def extract_answer(text, finished=True):
             if not depth:
                 return rest[:i].strip()
         return None
-    found = re.findall(r"####\s*+([^#\n]*[^#\s])", text)
+    found = re.findall(r"####\s*+([^#\n]*[^#\s])", text)  # *+ never goes back: fast
     if finished and not found:
         found = re.findall(NUMBER, plain(text))
     return found[-1] if found else None
@@ -1270,20 +1222,18 @@ def gold_answers(answer):
     for gold in alternatives:
         text = str(gold).strip() if type(gold) in (str, int, float) else ""
         marked = "\\boxed" in text or "####" in text
-        if len(text) > 200 and not marked:
-            raise ValueError("an answer of over 200 characters needs \\boxed{} or ####")
-        golds.append(extract_answer(text) if marked else text)
+        golds.append(extract_answer(text, finished=False) if marked else text)
     if not golds or not all(golds) or "nan" in golds:  # JSON's NaN is read as a float
         raise ValueError(f"{answer!r} is no answer to compare with")
     return golds
 
 
-# A sign, but not the minus of 7-5; a currency sign; digits such as 1,250.50, 1/2, .5.
+# A sign, but not the minus of 7-5; a currency sign; then 1,250.50, 1/2, 12, 1.5 or .5.
 NUMBER = r"(?:(?<![\w)])[-+])?[$€£]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+/\d+|\d*\.?\d+)"
 
 
 def plain(text):
-    r"""A text without LaTeX's signs and spaces: `-1/2` of `\(-\frac{1}{2}\)`."""
+    r"""A text without LaTeX's signs and spaces: ` -1/2 ` of `\(-\frac{1}{2}\)`."""
     text = text.replace("−", "-").replace("{,}", ",")
     text = re.sub(r"([-+]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r" \1\2/\3 ", text)
     text = re.sub(r"\\(?:text\w*|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
@@ -1321,8 +1271,8 @@ def answers_match(answer, gold):
 
 def accuracy_reward(prompts, completions, answer, finished=None, **columns):
     """1.0 where the extracted answer is equal to the data's, else 0.0. answer: N texts,
-    numbers, or lists of alternatives; ValueError if one is empty. finished: N bools. In
-    a completion that was cut off only a closed box or a #### counts."""
+    numbers, or lists of alternatives; ValueError if one is empty. finished: N bools.
+    Where it is false only a closed box or a #### counts."""
     scores = []
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
@@ -1333,22 +1283,25 @@ def accuracy_reward(prompts, completions, answer, finished=None, **columns):
 
 
 def math_reward(prompts, completions, answer, finished=None, **columns):
-    """1.0 where the answer in a box or after #### is right as for `accuracy_reward`, or
-    equal as LaTeX by the package math-verify, else 0.0. Without box and #### it is the
-    answer that math-verify finds in the last 1,000 characters."""
+    """1.0 where the answer is right as for `accuracy_reward`, or equal as LaTeX by the
+    package math-verify, else 0.0. Without a box or #### it is what math-verify finds in
+    the last 1,000 characters."""
     from math_verify import parse, verify
 
     scores = []
     for i, completion in enumerate(completions):
-        found = extract_answer(completion, finished=False)  # no number without them
         golds = gold_answers(answer[i])
+        found = extract_answer(completion, finished=False)  # in a box or after ####
         right = found is not None and any(answers_match(found, x) for x in golds)
-        if not right and found is not None:
-            parsed = parse(as_latex(found[:1000]))
-            right = any(verify(parse(as_latex(gold)), parsed) for gold in golds)
-        is_whole = finished is None or finished[i]
-        if found is None and is_whole and "\\boxed{" not in completion:
-            parsed = parse(completion[-1000:])
+        cut_off = finished is not None and not finished[i]
+        if found is not None:
+            text = as_latex(found[:1000])
+        elif cut_off or "\\boxed{" in completion:  # with a box that is not closed
+            text = ""
+        else:
+            text = completion[-1000:]
+        if text and not right:
+            parsed = parse(text)
             right = any(verify(parse(as_latex(gold)), parsed) for gold in golds)
         scores.append(float(right))
     return scores
@@ -1381,23 +1334,25 @@ def load_rewards(specs):
     for spec in specs:
         target, weight = re.fullmatch(r"(.*?)(?:=(-?\d*\.?\d+))?", spec).groups()
         path, _, name = target.rpartition(":")
-        functions = {} if path else REWARDS  # by name
-        if path.endswith(".py") and os.path.isfile(path):
+        functions = {}  # by name
+        if not path:
+            functions = REWARDS
+        elif path.endswith(".py") and os.path.isfile(path):
             functions = vars(import_file(path))
         if not callable(functions.get(name)) or name in rewards:
             known = f"{', '.join(REWARDS)} or FILE.py:FUNCTION, each once"
             raise Error(f"--reward {spec}: a reward is {known}, and =WEIGHT")
         rewards[name] = functions[name], float(weight or 1)
-        if target == "math":  # if it is missing that is told now
+        if target == "math":  # before training, if it is missing
             importlib.import_module("math_verify")
     return rewards
 
 
 @functools.cache
 def import_file(path):
-    """The module in a file, run once. It may import its neighbours."""
+    """The module in a file, run once. It may import its neighbours. It is named by its
+    path: a file math.py must not become everybody's module math."""
     sys.path.insert(0, os.path.dirname(path))
-    # Its name is its path: a file math.py must not become everybody's module math.
     name = re.sub(r"\W", "_", path)
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -1407,7 +1362,7 @@ def import_file(path):
 
 
 class Scores:
-    """What reward functions get for N completions, `columns`, and what they gave."""
+    """What reward functions get for N completions of B prompts, and what they gave."""
 
     def __init__(self, run, rows, batch):
         ids = [x[mask].tolist() for x, mask in zip(batch.completion_ids, batch.mask)]
@@ -1420,32 +1375,39 @@ class Scores:
         self.columns["finished"] = [x[-1] in run.eos_token_ids for x in ids]
         self.columns["steps"] = [lines for lines, _ in steps]
         self.step_ends = [ends for _, ends in steps]
-        self.finished = torch.tensor(self.columns["finished"])  # (N,), bool: has an EOS
+        num_steps = torch.tensor([len(ends) for ends in self.step_ends])  # (N,)
+        longest = max(1, num_steps.max().item())  # S
+        self.is_step = torch.arange(longest) < num_steps[:, None]  # (N, S)
         self.num_groups = len(rows)
-        self.num_generations = len(ids) // len(rows)
         self.length = batch.mask.shape[1]  # C
         self.scale_rewards = run.config.scale_rewards
-        self.rewards = {}  # "reward" and each "rewards/<name>": (N,)
-        # Weighted sums, in float64. They are rounded to float32 before they are used:
-        # so 0.1 + 0.2 equals 0.3, and has no advantage over it.
-        self.total = torch.zeros(len(ids), dtype=torch.float64)  # of all functions
-        self.outcome = torch.zeros_like(self.total)  # of those that judge completions
-        # Of those that judge steps, (N, S): S is the most steps of a completion.
-        self.step_rewards = torch.zeros(len(ids), 1, dtype=torch.float64)
+        # Weighted sums in float64: of functions that judge completions, of those that
+        # judge steps, and of all, where a completion counts with the mean of its steps.
+        self.outcome = torch.zeros(len(ids), dtype=torch.float64)
+        self.step_rewards = torch.zeros(self.is_step.shape, dtype=torch.float64)
+        self.rewards = {"reward": torch.zeros_like(self.outcome)}
 
     def add(self, name, weight, rewards):
-        """Add what a function gave: (N,), or (N, S) if it judges steps. The mean of its
-        steps is logged as a completion's reward."""
-        means = rewards.view(len(rewards), -1).nanmean(1)
-        means = fill_unjudged(means, self.num_groups)
-        self.rewards[f"rewards/{name}"] = means
-        self.total += weight * means
-        self.rewards["reward"] = self.total.float()
+        """Add what a function gave: (N,), or (N, S) if it judges steps."""
+        rewards = fill_unjudged(rewards, self.num_groups)
         if rewards.dim() == 1:
-            self.outcome += weight * means
+            means = rewards
+            self.outcome += weight * rewards
         else:
-            steps = fill_unjudged(rewards, self.num_groups)
-            self.step_rewards = self.step_rewards + weight * steps
+            means = masked_mean(rewards, self.is_step, dim=1)
+            self.step_rewards += weight * rewards
+        self.rewards[f"rewards/{name}"] = means
+        self.rewards["reward"] += weight * means
+
+    def measure(self):
+        """What is logged, {name: (N,) or (B,)}: each reward, and how groups differ."""
+        groups = self.rewards["reward"].float().view(self.num_groups, -1)  # (B, G)
+        return dict(
+            self.rewards,
+            reward_std=groups.std(1),
+            zero_std_fraction=(groups == groups[:, :1]).all(1),
+            truncated_fraction=~torch.tensor(self.columns["finished"]),
+        )
 
     def for_each_token(self, advantages):
         """Advantages of completions -> of tokens, (N,) -> (N, C): the same for all of a
@@ -1457,7 +1419,7 @@ class Scores:
         return advantages + process_advantages(
             [row[: len(ends)].tolist() for row, ends in rows],
             self.step_ends,
-            self.num_generations,
+            num_generations=len(advantages) // self.num_groups,
             length=self.length,
             scale_rewards=self.scale_rewards,
         )
@@ -1485,8 +1447,7 @@ def read_rewards(returned, num_steps):
     """What a reward function returned, as float64: (N,), or (N, S) if it judges steps.
     For each completion it may return a finite number, of any type that `float` takes,
     or None (not judged), or a list of numbers, one for each of its steps. In the result
-    NaN stands where there is no number: not judged, or behind the last step. Raises
-    `Error` with what is none of these."""
+    NaN stands where there is no number. Raises `Error` with what is none of these."""
     values = as_list(returned)
     if not isinstance(values, list) or len(values) != len(num_steps):
         raise Error(f"{returned!r:.200}, and not a list of {len(num_steps)} values")
@@ -1495,14 +1456,12 @@ def read_rewards(returned, num_steps):
     width = max(1, *num_steps) if by_step else 1
     rows = []
     for value, count in zip(values, num_steps):
-        if value is None:
-            rows.append([math.nan] * width)
-            continue
         numbers = value if by_step else [value]
-        expected = count if by_step else 1
-        if not are_numbers(numbers) or len(numbers) != expected:
+        if value is None:
+            numbers = []
+        elif not are_numbers(numbers) or len(numbers) != (count if by_step else 1):
             raise Error(f"{value!r:.200} for a completion of {count} steps")
-        rows.append([*map(float, numbers)] + [math.nan] * (width - expected))
+        rows.append([*map(float, numbers)] + [math.nan] * (width - len(numbers)))
     rewards = torch.tensor(rows, dtype=torch.float64)
     return rewards if by_step else rewards[:, 0]
 
@@ -1522,9 +1481,9 @@ def as_list(value):
 
 
 def fill_unjudged(rewards, num_groups):
-    """Replace NaN by the mean of its group, or of all if that has none: (N,) or (N, S).
-    So what is not judged has no advantage. It does not matter that NaN behind the last
-    step is replaced as well: `for_each_token` drops it."""
+    """Replace NaN, where nothing was judged, by the mean of its group, or else of all:
+    (N,) or (N, S). So it has no advantage. Of steps, places behind a completion's last
+    one are filled as well; they are not used."""
     groups = rewards.view(num_groups, -1)
     groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
     groups = groups.where(~groups.isnan(), groups.nanmean())
@@ -1539,7 +1498,7 @@ def process_advantages(
     step_rewards: N lists, a number for each step of a completion; step_ends: N lists,
     the index of each step's last token; ValueError if their lengths differ. The step
     rewards of a group are normalised together. A token's advantage is the sum of those
-    of the steps that end at or after it. Two completions, of two steps each:
+    of the steps that end at or after it. Two completions of two steps:
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
@@ -1559,7 +1518,7 @@ def process_advantages(
 
 def split_steps(tokenizer, ids):
     """The steps of a completion, its non-blank lines -> texts, index of the last token
-    of each. Blank lines belong to the next step, and what is left to the last one."""
+    of each. A blank line belongs to the step after it, at the end to the last step."""
     texts, ends = [], []
     start = 0
     for i, token in enumerate(ids):
@@ -1583,16 +1542,17 @@ def ends_line(tokenizer, token):
 # ------------------------------------------------------------------------------ models
 def load_model(name, seed):
     """(model in float32, tokenizer, EOS ids) of any causal language model, or the tiny
-    one; of a vision-language model its text model. Raises ValueError if it is none."""
+    one; of a vision-language model its text model. ValueError if it is no such model.
+    """
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
-        # Loading is not done in threads: each would keep some memory for itself.
+        # transformers would load in threads, each of which keeps memory for itself.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         tokenizer = AutoTokenizer.from_pretrained(name)
         config = AutoConfig.from_pretrained(name)
         text_config = config.get_text_config()
-        if hasattr(config, "tie_word_embeddings"):  # it counts, not the text model's
+        if hasattr(config, "tie_word_embeddings"):  # the whole model's decides
             text_config.tie_word_embeddings = config.tie_word_embeddings
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
@@ -1615,8 +1575,9 @@ def load_model(name, seed):
 
 
 def max_positions(config):
-    """The most tokens for which a model has positions. Some rotary positions change for
-    a whole batch if one row is longer than in pre-training: no row may be longer."""
+    """The most tokens for which a model has positions. Some models change the rotary
+    positions of a whole batch if one row is longer than in pre-training: none may be.
+    """
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
@@ -1669,15 +1630,14 @@ def local_shard(tensor):
 
 
 def shard(model, dtype, stay_whole):
-    """With several ranks, give each its part of a model's weights (FSDP2). A call of
-    the model makes them whole, in `dtype`, which needs all ranks. Those outside of the
-    decoder layers then stay whole until a backward pass. If stay_whole is true those of
-    the layers do too, so that each rank can sample as many tokens as it needs.
-    Otherwise they are whole only while their layer runs."""
+    """With several ranks, give each its part of a model's weights (FSDP2). When all
+    ranks call the model its weights are made whole, in `dtype`. Then they stay whole
+    until a backward pass: further calls need no other rank, so each can sample as many
+    tokens as it likes. If stay_whole is false those of a decoder layer do not stay."""
     if WORLD_SIZE == 1:
         return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    reshard = False if stay_whole else None  # None, torch's default: as said above
+    reshard = False if stay_whole else None  # None: not those outside of the layers
     # transformers' name for a decoder layer
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     for module in [*layers, model]:
@@ -1692,9 +1652,8 @@ def check_empty(folder):
 
 
 def claim(run):
-    """Make the run's folder, or take an empty one, before anything is written into it.
-    Of several runs only one can create its options.json. A default name ends in the id
-    of the process."""
+    """Make the run's folder, or take an empty one, when there is something to write. Of
+    several runs only one can create its options.json."""
     if run.output_dir:
         return
     name = f"{Path(run.config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1715,19 +1674,18 @@ def start_tracker(run):
         file = run.output_dir / "tracker-id"
         if not file.exists():
             file.write_text(f"{run.output_dir.name}-{time.time_ns():x}")
-        name = file.read_text()
-        os.environ["WANDB_RUN_ID"] = name  # trackio knows a run by its name
+        name = file.read_text()  # by which trackio knows a run
+        os.environ["WANDB_RUN_ID"] = name
         options = vars(run.config)
         run.tracker.init(project="grpo", name=name, config=options, resume="allow")
 
 
 def save(run):
     """Make the last finished step a checkpoint, in place of the one before, unless an
-    update of the next step has moved the weights. Weights that are not finite never
-    replace good ones."""
+    update of the next step has moved the weights, or they are not finite."""
     if run.step == run.saved_step or run.optimizer.has_moved:
         return
-    # Set before saving, so that `save_at_the_end` does not try again what has failed.
+    # If this fails `save_at_the_end` comes here again, and returns above.
     last, run.saved_step = run.saved_step, run.step
     failed = f"step {run.step} is not saved, the last checkpoint is of step {last}"
     norm = math.hypot(*all_gather(get_total_norm(run.optimizer.masters).item()))
@@ -1737,8 +1695,7 @@ def save(run):
     try:
         write_folder(run, folder)
     except Exception as error:  # whatever writing raises
-        free = shutil.disk_usage(run.output_dir).free / 2**30
-        raise Error(f"{failed}: {error!r:.200}, {free:.1f} GiB are free.") from error
+        raise Error(f"{failed}: {error!r:.200}") from error
     if RANK == 0:
         for old in run.output_dir.glob("checkpoint-*"):
             if re.fullmatch(r"checkpoint-\d+", old.name) and old != folder:
@@ -1747,8 +1704,8 @@ def save(run):
 
 def write_folder(run, folder):
     """Write a folder that `from_pretrained` and vLLM load, and what resuming needs of
-    each rank. With LoRA the model is merged, in float32, and `adapter/` is beside it.
-    The folder gets its name when it is whole. Returns that name."""
+    each rank -> its name, which it gets when it is whole. With LoRA the model is
+    merged, in float32, and `adapter/` is beside it."""
     partial = folder.with_name("partial")
     partial.mkdir(exist_ok=True)
     model = run.policy
@@ -1761,7 +1718,7 @@ def write_folder(run, folder):
                 tensor = tensor.full_tensor().to(dtype)  # takes all ranks
             if RANK == 0:
                 weights[key] = tensor.cpu()
-    if run.step:  # else this is the model that `sft` leaves
+    if run.step:  # not of a supervised model, from which GRPO begins
         adamw = run.optimizer.adamw.state_dict()
         state = dict(masters=run.optimizer.masters, adamw=adamw)
         torch.save(state, partial / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt")
@@ -1773,7 +1730,7 @@ def write_folder(run, folder):
     if RANK == 0:
         model.save_pretrained(partial, state_dict=weights)
         if weights:
-            model.config.dtype = dtype  # the line above wrote that of shards: float32
+            model.config.dtype = dtype  # `save_pretrained` wrote float32, the shards'
             model.config.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
     all_gather(None)  # until all ranks have written
@@ -1789,10 +1746,10 @@ def restore(run):
     if not run.config.resume:
         return
     folder = get_last_checkpoint(run.output_dir)
-    print0(f"going on from {folder or run.output_dir}")
     if folder is None:
-        print0("it has no checkpoint: the run begins anew")
+        print0(f"{run.output_dir} has no checkpoint: the run begins anew")
     else:
+        print0(f"going on from {folder}")
         file = Path(folder, f"optimizer-{RANK}-of-{WORLD_SIZE}.pt")
         state = torch.load(file, map_location="cpu", weights_only=True)
         run.optimizer.adamw.load_state_dict(state["adamw"])
@@ -1811,7 +1768,6 @@ def restore(run):
         options.with_suffix(".new").replace(options)  # in one step
         for name in ("metrics.jsonl", "completions.jsonl"):
             cut_log(run, run.output_dir / name)
-    run.evaluated_step = all_gather(run.evaluated_step)[0]
     start_tracker(run)
 
 
@@ -1823,8 +1779,6 @@ def cut_log(run, path):
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n") or json.loads(line)["step"] > run.step:
             break
-        if "eval/reward" in json.loads(line):
-            run.evaluated_step = json.loads(line)["step"]
         size += len(line)
     os.truncate(path, size)
 

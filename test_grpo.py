@@ -492,9 +492,9 @@ grpo.group_advantages(torch.zeros(5), 2) | ValueError: .* groups of 2
 grpo.group_advantages(torch.zeros(4), 8) | ValueError: .* groups of 8
 grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3) | ValueError: zip
 grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1, 2]], 2, 3) | ValueError: zip
-grpo.shared_logprobs(tiny_model().train(), *ragged_batch()) | ValueError: not in eval
+grpo.shared_logprobs(tiny_model().train(), *ragged_batch()) | ValueError: call model
 grpo.choose_logprobs(tiny_model("rwkv")) | ValueError: its cache changes
-grpo.choose_logprobs(tiny_model("recurrent_gemma")) | ValueError: padding changes
+grpo.choose_logprobs(tiny_model("recurrent_gemma")) | ValueError: its log-probs
 grpo.choose_logprobs(tiny_model("bert")) | ValueError: its cache changes
 grpo.choose_logprobs(tiny_model("mamba")) | ValueError: its cache changes
 grpo.choose_logprobs(tiny_model("minimax")) | ValueError: it cannot be sampled: MiniMax
@@ -1134,7 +1134,6 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": [{"role": "human", "content": "a"}], "answer": "1"}
 {"prompt": [{"role": "system", "content": "a"}], "answer": "1"}
 {"prompt": {"role": "user", "content": "a"}, "answer": "1"}
-{"prompt": "a", "answer": "LONG"}
 5
 {"answer": "1"}
 {"prompt": "a"}
@@ -1142,6 +1141,7 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": "a", "answer": ["1", null]}
 {"prompt": "a", "answer": "####"}
 {"prompt": "a", "solution": "so \\boxed{1"}
+{"prompt": "a", "solution": "so 1 \\boxed 5"}
 {"prompt": "a", "answer": true}
 {"prompt": "a", "answer": NaN}
 {"prompt": "", "answer": "1"}
@@ -1151,7 +1151,6 @@ WRONG_LINES = r"""{"prompt":
 @cases("line", WRONG_LINES.splitlines())
 def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line):
     path = tmp_path / "data.jsonl"
-    line = line.replace("LONG", "So it is one. " * 20)
     path.write_text('{"prompt": "a", "answer": "1"}\n \t\n' + line)
     config = grpo.Config(data=str(path), model="no/such/model")
     with raises(Error, match=r"data.jsonl:3 .*: \w+\(") as stop:
@@ -1162,13 +1161,11 @@ def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line
 def test_a_data_set_of_the_hub_keeps_its_slice(monkeypatch):
     rows = [dict(question="1+1?", answer="#### 2")]
     datasets = mock.Mock()
-    datasets.load_dataset.side_effect = [rows, OSError("no such data set")]
+    datasets.load_dataset.return_value = rows
     monkeypatch.setitem(sys.modules, "datasets", datasets)
     (row,) = grpo.read_rows("a/b:main:train[:1000]", need_answers=True)
     assert row["prompt"] == "1+1?"
     datasets.load_dataset.assert_called_with("a/b", "main", split="train[:1000]")
-    with raises(Error, match="a/b: no such data set"):
-        grpo.read_rows("a/b", need_answers=True)
 
 
 @cases("size, num_held_out", [(300, 30), (9, 0)])
@@ -1411,7 +1408,7 @@ def test_steps_end_where_their_lines_do(text, ends):
 
 # What a function returns for completions of two steps and of one; what it means.
 RETURNED = """
-np.array([0.5, 1]) | [[0.5], [1]]
+np.array([0.1, 1]) | [[0.1], [1]]
 [np.float64(0.5), np.float32(1)] | [[0.5], [1]]
 (np.bool_(True), np.int64(3)) | [[1], [3]]
 torch.tensor([0.5, 1], requires_grad=True) | [[0.5], [1]]
@@ -1439,9 +1436,8 @@ def call_reward(returned):
 @cases("returned, expected", table(RETURNED))
 def test_a_reward_is_whatever_float_takes(returned, expected):
     found = call_reward(returned).view(2, -1)
-    assert_close(
-        found, torch.tensor(eval(expected, dict(nan=math.nan))).double(), equal_nan=True
-    )
+    expected = torch.tensor(eval(expected, dict(nan=math.nan)), dtype=torch.float64)
+    assert_close(found, expected, equal_nan=True)
 
 
 @cases("returned", re.split("; |\n", NOT_RETURNED))
@@ -1464,7 +1460,7 @@ def test_equal_sums_of_rewards_are_equal(mine, names):
     """0.1 + 0.2 + 0.4 and 0.7, which in float32 give advantages of ±0.9; or 0.1 and the
     mean of three, which is a bit more."""
     scores = score([f"{mine}:{name}" for name in names.split()])
-    for sums in (scores.outcome.float(), scores.rewards["reward"]):
+    for sums in (scores.outcome.float(), scores.rewards["reward"].float()):
         assert (sums == sums[0]).all()
 
 
@@ -1683,12 +1679,14 @@ def start(*options):
 
 
 def metrics_of(folder, name="metrics.jsonl"):
-    """Rows of a log without times."""
+    """Rows of a log without times. Resuming repeats an evaluation: here it is once."""
     log = Path(folder, name)
-    return [
-        {x: y for x, y in row.items() if not x.endswith(("seconds", "gb"))}
-        for row in map(json.loads, log.open() if log.exists() else [])
-    ]
+    rows = []
+    for row in map(json.loads, log.open() if log.exists() else []):
+        row = {x: y for x, y in row.items() if not x.endswith(("seconds", "gb"))}
+        if "eval/reward" not in row or row not in rows[-1:]:
+            rows.append(row)
+    return rows
 
 
 def end_of(folder):
@@ -1767,13 +1765,13 @@ def test_rewards_of_steps_become_advantages(tmp_path, monkeypatch, scale, weight
         lengths = [*map(len, texts)]
         rewards.append([2.0 * x + weight * (i == 0) for i, x in enumerate(lengths)])
         ends.append(found)
-        means.append(sum(lengths) / len(lengths) if lengths else math.nan)
+        means.append(sum(lengths) / max(1, len(lengths)))
     expected = grpo.process_advantages(rewards, ends, 64, 3, scale_rewards=scale)
     outcomes = (batch.completion_ids * batch.mask).sum(1) % 7
     advantages = grpo.group_advantages(outcomes.float(), 64, scale)
     assert_near(batch.advantages, expected + advantages[:, None])
     assert max(map(len, ends)) > 1
-    mean = torch.tensor(means).view(4, 64).nanmean(1).mean().item()
+    mean = sum(means) / len(means)
     assert row["rewards/lists"] == approx(mean)
     total = 2 * mean + weight * row["rewards/first"] + row["rewards/outcome"]
     assert row["reward"] == approx(total, rel=1e-4)
@@ -1809,7 +1807,7 @@ def test_a_run_leaves_metrics_and_completions(tmp_path, varied, monkeypatch):
     assert rows[2]["kl"] > 1e-4
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[-2:]
     last, evaluation = map(json.loads, lines)
-    assert set(METRICS.split()) <= last.keys() and last["peak_memory_gb"] > 0.1
+    assert set(METRICS.split()) <= last.keys()
     run, held_out = evaluations[-1]  # it is greedy
     batch = grpo.rollout(run, held_out, num_generations=1, temperature=0)
     texts = run.tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True)
@@ -2066,7 +2064,7 @@ def test_resuming_keeps_every_row_and_says_what_it_does(tmp_path, varied, capsys
     (tmp_path / "run" / "checkpoint-3").rename(copy)
     resume(tmp_path / "run", "--max-steps 4 --save-every 2")
     output = capsys.readouterr()
-    assert "it has no checkpoint: the run begins anew" in output.out
+    assert "has no checkpoint: the run begins anew" in output.out
     assert saved_steps(tmp_path / "run") == [4] and copy.exists()
     again = metrics_of(tmp_path / "run")
     assert [row["step"] for row in again] == [0, 1, 2, 2, 3, 4, 4]
@@ -2092,11 +2090,6 @@ def test_out_of_memory_within_a_step_saves_nothing_and_says_what_to_do(
     assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == []
 
 
-def test_memory_is_unknown_where_python_cannot_tell(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert math.isnan(grpo.peak_memory_gb())
-
-
 def test_what_cannot_be_saved_leaves_the_checkpoint_before(
     tmp_path, varied, monkeypatch
 ):
@@ -2106,7 +2099,7 @@ def test_what_cannot_be_saved_leaves_the_checkpoint_before(
         resume(tmp_path, "--max-steps 20 --learning-rate 1e30")
     with monkeypatch.context() as full:
         full.setattr(torch, "save", mock.Mock(side_effect=OSError("no space left")))
-        with raises(Error, match="step 5 is not saved.*no space left.* GiB") as stop:
+        with raises(Error, match="step 5 is not saved.*no space left") as stop:
             resume(tmp_path, "--learning-rate 1e-3")
     assert stop.value.__context__.__context__ is None  # it was tried once
     assert saved_steps(tmp_path) == [4]
@@ -2154,17 +2147,15 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     assert process.wait(20) == -signal.SIGTERM
 
 
-def test_five_skipped_updates_in_a_row_end_the_run(tmp_path, varied, monkeypatch):
-    norms = numbers("1 nan 1 nan inf nan nan nan 1").tolist()  # the last: saving
+def test_skipped_updates_are_told(tmp_path, varied, monkeypatch, capsys):
+    norms = numbers("1 nan 1 inf 1").tolist()  # the last: saving
     norm = grpo.get_total_norm
     monkeypatch.setattr(grpo, "get_total_norm", lambda x: norms.pop(0) * norm(x))
-    with raises(Error, match="five steps in a row"):
-        options = "--max-steps 20 --sft-steps 0 --eval-every 0"
-        train(tmp_path, QUICK, varied, options)
+    train(tmp_path, QUICK, varied, "--max-steps 4 --sft-steps 0 --eval-every 0")
     rows = metrics_of(tmp_path)
-    assert [row["skipped"] for row in rows] == [0, 1, 0, 1, 1, 1, 1, 1]
+    assert [row["skipped"] for row in rows] == [0, 1, 0, 1]
     assert rows[1]["grad_norm"] is None  # which JSON has, unlike NaN
-    assert saved_steps(tmp_path) == [8]
+    assert "step 2: its gradient is not finite" in capsys.readouterr().out
 
 
 MISTAKES = """--model no/such/folder | no/such/folder
@@ -2215,7 +2206,7 @@ LENGTHS = json.loads("[[6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]]")
 
 
 def gradients(logprobs, options):
-    """The entropy and those of an update on 4 prompts, of which this has its part."""
+    """Those of an update on 4 prompts, of which this process has its part."""
     models = [grpo.tiny_model(seed)[0].eval() for seed in (0, 1)]
     run = make_run(*models, logprobs, micro_batch_tokens=20, **options)
     torch.manual_seed(0)
@@ -2237,8 +2228,7 @@ def gradients(logprobs, options):
     run.optimizer.step = noting
     metrics = grpo.update(run, batch, 1e-3)
     assert metrics["grad_norm"] == approx(get_total_norm(grads).item(), rel=1e-5)
-    sums = [sum(grpo.all_gather(metrics[name])) for name in ("entropy", "kl")]
-    return [torch.tensor(sums) / grpo.WORLD_SIZE, *grads]
+    return grads
 
 
 def on_each_rank(folder):
