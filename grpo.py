@@ -16,7 +16,7 @@ The group's mean is the baseline: no value network is needed.
 
 Shapes: B prompts, G samples of each, N = B*G completions (b*G … b*G+G-1 belong to
 prompt b), P prompt length (left-padded), C completion length (right-padded),
-V vocabulary, H hidden size, M completion tokens without padding.
+V vocabulary, H hidden size, M all completion tokens without padding.
 
 The rooms of this file, in order:
   - all of GRPO, in its plain form: "GRPO in numbers", "samples and log-probs",
@@ -342,11 +342,11 @@ def train_step(run, train_rows, step):
 
     # 3. score them
     scores = score_completions(run, rows, batch)
-    rewards = scores.outcome.float()  # (N,); float32 rounds equal sums to equal numbers
+    rewards = scores.outcome.float()  # (N,); in float32 0.1 + 0.2 equals 0.3
 
     # 4. normalise them within each group
     advantages = group_advantages(rewards, num_generations, config.scale_rewards)
-    # (N, C): all tokens of a completion have its advantage.
+    # A completion's advantage becomes that of each of its tokens: (N, C).
     batch.advantages = scores.for_each_token(advantages).to(DEVICE)
     rollout_end = time.perf_counter()
 
@@ -356,7 +356,7 @@ def train_step(run, train_rows, step):
     end = time.perf_counter()
 
     # 6. measure it
-    for name, values in scores.measure().items():
+    for name, values in scores.measure().items():  # rewards, their std in groups, …
         metrics[name] = values.double().mean().item()
     metrics["completion_length"] = batch.mask.sum(1).double().mean().item()
     metrics["num_tokens"] = sum(all_gather(batch.mask.sum().item()))  # of all ranks
@@ -364,7 +364,8 @@ def train_step(run, train_rows, step):
     metrics["rollout_seconds"] = rollout_end - start
     metrics["update_seconds"] = end - rollout_end
     metrics["step_seconds"] = end - start
-    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30  # or 0
+    memory = torch.cuda.max_memory_allocated()  # so far; 0 on a CPU
+    metrics["peak_memory_gb"] = memory / 2**30
     return metrics, scores
 
 
@@ -407,9 +408,9 @@ def update(run, batch, learning_rate):
     # Parts of the batch that fit into memory, without groups that have no gradient.
     parts = micro_batches(run, batch)
     reference_logprobs(run, parts)
-    # With several ranks the mean of their gradients counts. Each divides its sum over
-    # tokens by the mean of the ranks' numbers of tokens: that makes the mean over all
-    # tokens. All ranks have as many sequences, which needs no mean.
+    # Gradients are averaged over ranks, which have as many sequences each, but not as
+    # many tokens. Each rank's sum over tokens is divided by the mean of their numbers
+    # of tokens: averaged, that is the mean over all tokens of all ranks.
     num_tokens = mean_over_ranks(batch.mask.sum().item())
     sizes = [part.mask.sum().item() for part in parts]  # in tokens
     metrics = defaultdict(float)
@@ -494,7 +495,7 @@ def shared_logprobs(
     cache.is_complete = True
     cache.reorder_cache(prompt_of)  # takes these rows: B become N
     # A recurrent layer (Mamba) takes a single token for a step of decoding, which has
-    # no backward. So at least two run, the second of which may be cut off below.
+    # no backward. So at least two run; what is too much is cut off below.
     num_inputs = max(2, length - 1)
     inputs = F.pad(completion_ids, (0, 1))[:, :num_inputs]
     attention_mask = F.pad(prompt_mask[prompt_of], (0, num_inputs), value=True)
@@ -609,8 +610,8 @@ def choose_logprobs(model):
 
     candidates = [shared_logprobs, token_logprobs]
     # Some models cap or scale their logits, which `shared_logprobs` does not. Logits of
-    # untrained weights may be too small to show a cap. So it is enough that an option
-    # such as final_logit_softcapping is there, with a number that is not 0 or 1.
+    # untrained weights may be too small to show a cap. So an option of the model such
+    # as final_logit_softcapping, with a number other than 0 and 1, rules it out.
     for option, value in vars(model.config).items():
         if re.search("logit|lm_head", option) and value not in (None, 0, 1):
             candidates = [token_logprobs]
@@ -621,7 +622,7 @@ def choose_logprobs(model):
         elif all((x - y).norm() <= 1e-3 * y.norm() for x, y in zip(found, expected)):
             print0(f"log-probs by {logprobs.__name__}")
             return logprobs
-    raise ValueError("its log-probs are not found: padding may change them")
+    raise ValueError("its log-probs differ from those without padding")
 
 
 def check_sampling(ids, logits):
@@ -670,8 +671,8 @@ def groups_with_gradient(run, batch):
 
 
 def split_to_fit(run, batch, groups):
-    """The completions of these groups, all as large, in parts of `micro_batch_tokens`,
-    padding included. What is too large is halved, down to a single completion."""
+    """The completions of these groups, which are of one size, in parts of at most
+    `micro_batch_tokens`, padding included, or of a single completion."""
     indices = [i for group in groups for i in group]  # of the completions
     num_generations = len(batch.mask) // len(batch.prompt_ids)
     prompts = [group[0] // num_generations for group in groups]
@@ -776,8 +777,8 @@ def within_cell(weight):
     # its numbers are 2**-13 apart. What is closer than half of that rounds to them.
     exponent = torch.frexp(weight).exponent
     near = weight + torch.ldexp(torch.rand_like(weight) - 0.5, exponent - 8)
-    # At 0, some powers of 2 and lower bits of a float32 checkpoint, `near` may round to
-    # something else: then the weight is its own master.
+    # `near` may round to something else, if the weight is 0, some power of 2, or has
+    # more bits than bfloat16 (a float32 checkpoint). Then it is its own master.
     return torch.where(near.bfloat16() == weight, near, weight)
 
 
@@ -805,9 +806,9 @@ class Config:
     model: str = "tiny"  # Hub name or folder of a causal language model
     data: str = ""  # JSONL file or Hub data set NAME[:CONFIG[:SPLIT]]; else sums
     eval_data: str = ""  # held-out prompts; else a tenth of the data, at most 64
-    reward: tuple = ("accuracy",)  # accuracy, math, format, FILE.py:FUNCTION [=WEIGHT]
+    reward: tuple = ("accuracy",)  # accuracy, math, format, FILE.py:FUNCTION; =WEIGHT
     chat_template: Literal["auto", "on", "off"] = "auto"  # auto: if the model knows it
-    prompt_template: str = ""  # text around {question}; else accuracy asks for \boxed{}
+    prompt_template: str = ""  # around {question}; else accuracy, math ask for \boxed{}
     system_prompt: str = ""  # system message of prompts that have none
     dtype: Literal["bfloat16", "float32"] = DTYPE  # of weights; optimised in float32
     # sampling
@@ -837,7 +838,7 @@ class Config:
     # output
     output_dir: str = ""  # folder of the run; else runs/MODEL-TIME
     resume: str = ""  # go on with the run in this folder, with its options
-    eval_every: int = 50  # steps between evaluations and logged samples; 0: none
+    eval_every: int = 50  # steps between evaluations, with samples logged; 0: none
     save_every: int = 100  # steps between checkpoints, one is kept; 0: only the last
     report_to: Literal["", "wandb", "trackio"] = ""  # a tracker that gets the metrics
 
@@ -914,24 +915,24 @@ def train(config):
         restore(run)
         steps = range(run.step + 1, config.max_steps + 1)
         bar = tqdm(steps, initial=run.step, total=config.max_steps, disable=RANK > 0)
+        if config.eval_every and run.step == 0:
+            evaluate(run, eval_rows)
         for step in bar:
-            is_due = config.eval_every and run.step % config.eval_every == 0
-            if is_due:
-                evaluate(run, eval_rows)  # before this step: run.step is the last one
             stop_at_a_signal(run)
             metrics, scores = train_step(run, train_rows, step)
-            samples = scores if is_due else None
+            is_last = step == config.max_steps
+            is_due = config.eval_every and (is_last or step % config.eval_every == 0)
+            samples = scores if is_due or step == 1 else None
             metrics = log_metrics(run, step, metrics, samples)
             run.step = step
             run.optimizer.has_moved = False
             bar.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
             if metrics["skipped"]:
-                print0(f"step {step}: its gradient is not finite, nothing moves")
-            if config.save_every and step % config.save_every == 0:
+                print0(f"step {step}: a gradient is not finite, its update is skipped")
+            if is_due:
+                evaluate(run, eval_rows)
+            if is_last or config.save_every and step % config.save_every == 0:
                 save(run)
-        if config.eval_every:
-            evaluate(run, eval_rows)
-        save(run)
     if run.tracker:
         run.tracker.finish()
 
@@ -1063,13 +1064,13 @@ def log_metrics(run, step, metrics, scores=None):
 
 
 def set_seed(seed, step):
-    """Each step has a seed of its own, so that a resumed run draws the same numbers,
-    and each rank, so that they draw different ones."""
+    """Each step has a seed of its own, so that a resumed run draws the same numbers.
+    So has each rank, so that ranks draw different ones."""
     transformers.set_seed((seed * 1_000_003 + step * WORLD_SIZE + RANK) % 2**32)
 
 
 # -------------------------------------------------------------------- data and prompts
-# What reward functions get beside the data's columns, and completions.jsonl has.
+# The program's own columns: reward functions get them, completions.jsonl the last two.
 OWN_COLUMNS = "prompts prompt_ids messages completions completion_ids steps finished"
 OWN_COLUMNS += " reward step"
 
@@ -1381,10 +1382,10 @@ class Scores:
         self.num_groups = len(rows)
         self.length = batch.mask.shape[1]  # C
         self.scale_rewards = run.config.scale_rewards
-        # Weighted sums in float64: of functions that judge completions, of those that
-        # judge steps, and of all, where a completion counts with the mean of its steps.
-        self.outcome = torch.zeros(len(ids), dtype=torch.float64)
+        # Weighted sums of rewards, in float64:
+        self.outcome = torch.zeros(len(ids), dtype=torch.float64)  # of completions
         self.step_rewards = torch.zeros(self.is_step.shape, dtype=torch.float64)
+        # For the log: a completion counts with the mean of its steps as well.
         self.rewards = {"reward": torch.zeros_like(self.outcome)}
 
     def add(self, name, weight, rewards):
@@ -1631,17 +1632,18 @@ def local_shard(tensor):
 
 def shard(model, dtype, stay_whole):
     """With several ranks, give each its part of a model's weights (FSDP2). When all
-    ranks call the model its weights are made whole, in `dtype`. Then they stay whole
-    until a backward pass: further calls need no other rank, so each can sample as many
-    tokens as it likes. If stay_whole is false those of a decoder layer do not stay."""
+    ranks call the model its weights are made whole, in `dtype`, until a backward pass.
+    Further calls need no other rank: each can sample as many tokens as it likes. If
+    stay_whole is false those of a decoder layer are whole only while it runs."""
     if WORLD_SIZE == 1:
         return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    reshard = False if stay_whole else None  # None: not those outside of the layers
-    # transformers' name for a decoder layer
-    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-    for module in [*layers, model]:
-        fsdp.fully_shard(module, mp_policy=precision, reshard_after_forward=reshard)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):  # a decoder layer
+            fsdp.fully_shard(
+                layer, mp_policy=precision, reshard_after_forward=not stay_whole
+            )
+    fsdp.fully_shard(model, mp_policy=precision, reshard_after_forward=False)
 
 
 # ------------------------------------------------------------------------- checkpoints
@@ -1772,12 +1774,13 @@ def restore(run):
 
 
 def cut_log(run, path):
-    """Leave in a log the rows up to the step that is resumed. A kill may have torn the
-    last one, which then lacks its line's end."""
+    """Leave in a log the rows up to the step that is resumed; of a run that begins anew
+    none. A kill may have torn the last row, which then lacks its line's end."""
     path.touch()
+    last = run.step or -1
     size = 0
     for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") or json.loads(line)["step"] > run.step:
+        if not line.endswith(b"\n") or json.loads(line)["step"] > last:
             break
         size += len(line)
     os.truncate(path, size)

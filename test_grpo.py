@@ -1679,14 +1679,12 @@ def start(*options):
 
 
 def metrics_of(folder, name="metrics.jsonl"):
-    """Rows of a log without times. Resuming repeats an evaluation: here it is once."""
+    """Rows of a log without times."""
     log = Path(folder, name)
-    rows = []
-    for row in map(json.loads, log.open() if log.exists() else []):
-        row = {x: y for x, y in row.items() if not x.endswith(("seconds", "gb"))}
-        if "eval/reward" not in row or row not in rows[-1:]:
-            rows.append(row)
-    return rows
+    return [
+        {x: y for x, y in row.items() if not x.endswith(("seconds", "gb"))}
+        for row in map(json.loads, log.open() if log.exists() else [])
+    ]
 
 
 def end_of(folder):
@@ -1788,9 +1786,9 @@ def test_a_run_leaves_metrics_and_completions(tmp_path, varied, monkeypatch):
     assert [row["learning_rate"] for row in rows] == approx([5e-4, 1e-3, 1e-3])
     completions = metrics_of(tmp_path, "completions.jsonl")
     names = "rewards/varied rewards/accuracy reward truncated_fraction".split()
-    for row, records in zip(rows[::2], (completions[:16], completions[16:])):
+    for i, row in enumerate(rows):  # the first, one that is evaluated, the last
         scored = []
-        for record in records:
+        for record in completions[16 * i : 16 * (i + 1)]:
             text = record["completions"]
             parts = [vary(text), float(text == str(record["answer"]))]
             scored.append([*parts, sum(parts), float(not record["finished"])])
@@ -1918,9 +1916,9 @@ VARIATIONS = """
 4 | --num-generations 8
 4 | --dtype bfloat16 --num-generations 16 --eval-every 1
 4 | --lora-rank 2 --save-every 2
-4 | --num-iterations 2 --beta 0 --num-generations 16 --eval-every 2
+5 | --num-iterations 2 --beta 0 --num-generations 16 --eval-every 2
 2 | --eval-every 3
-"""  # the call of the reward that fails, once in an evaluation; options
+"""  # the call of the reward that fails; options
 SIX_STEPS = QUICK + " --max-steps 6 --eval-every 0"
 
 
@@ -1935,7 +1933,7 @@ def test_a_failed_run_resumes_bit_for_bit(
     monkeypatch.setenv("FAIL_AT", fail_at)
     with raises(Error, match="the reward varied raised .*out of coffee"):
         train(tmp_path / "cut", *options)
-    assert bool(saved_steps(tmp_path / "cut")) == (fail_at == "4")
+    assert bool(saved_steps(tmp_path / "cut")) == (fail_at != "2")
     monkeypatch.delenv("FAIL_AT")
     resume(tmp_path / "cut")
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
@@ -2155,7 +2153,7 @@ def test_skipped_updates_are_told(tmp_path, varied, monkeypatch, capsys):
     rows = metrics_of(tmp_path)
     assert [row["skipped"] for row in rows] == [0, 1, 0, 1]
     assert rows[1]["grad_norm"] is None  # which JSON has, unlike NaN
-    assert "step 2: its gradient is not finite" in capsys.readouterr().out
+    assert "step 2: a gradient is not finite" in capsys.readouterr().out
 
 
 MISTAKES = """--model no/such/folder | no/such/folder
@@ -2236,6 +2234,10 @@ def on_each_rank(folder):
     ends and that is resumed."""
     found = [gradients(*case) for case in GRADIENTS]
     torch.save(found, f"{folder}/gradients{grpo.RANK}.pt")
+    model = grpo.tiny_model(0)[0].eval().bfloat16().float()
+    masters = make_run(model, dtype="bfloat16").optimizer.masters
+    moved = torch.cat([(x != x.bfloat16()).flatten() for x in masters])
+    assert moved.float().mean() > 0.5  # they begin within their cells
     os.environ["SEEN"] = f"{folder}/seen{grpo.RANK}"
     options = SIX_STEPS, write_varied(folder), "--dtype bfloat16"
     options = *options, f"--data {folder}/data.jsonl --prompts-per-step 2"
