@@ -1311,17 +1311,17 @@ def judges_some(prompts, **columns):
 def judges_none(prompts, **columns):
     return [None] * 4
 
-def a_tenth(prompts, **columns):
-    return [0.1, 0.0, 0.1, 0.0]
+def first(prompts, **columns):
+    return [0.1, 0.0, 0.1, 0.0] * (len(prompts) // 4)
 
-def two_tenths(prompts, **columns):
-    return [0.2, 0.0, 0.2, 0.0]
+def second(prompts, **columns):
+    return [0.2, 0.0, 0.2, 0.0] * (len(prompts) // 4)
 
-def the_rest(prompts, **columns):
-    return [0.4, 0.7, 0.4, 0.7]
+def third(prompts, **columns):
+    return [0.4, 0.7, 0.4, 0.7] * (len(prompts) // 4)
 
 def tenths(prompts, **columns):
-    return [0.1, None, 0.1, 0.1]
+    return [0.1, None, 0.1, 0.1] * (len(prompts) // 4)
 """
 
 
@@ -1437,7 +1437,7 @@ def call_reward(returned):
 def test_a_reward_is_whatever_float_takes(returned, expected):
     found = call_reward(returned).view(2, -1)
     expected = torch.tensor(eval(expected, dict(nan=math.nan)), dtype=torch.float64)
-    assert_close(found, expected, equal_nan=True)
+    assert_close(found, expected, equal_nan=True, atol=0, rtol=0)
 
 
 @cases("returned", re.split("; |\n", NOT_RETURNED))
@@ -1455,13 +1455,16 @@ def test_what_a_reward_raises_has_its_traceback(capsys, monkeypatch, mine):
         assert "Traceback" in capsys.readouterr().err
 
 
-@cases("names", ["a_tenth two_tenths the_rest", "tenths"])
-def test_equal_sums_of_rewards_are_equal(mine, names):
+@cases("names", ["first second third", "tenths"])
+def test_equal_sums_of_rewards_have_no_advantage(mine, names, tmp_path, monkeypatch):
     """0.1 + 0.2 + 0.4 and 0.7, which in float32 give advantages of ±0.9; or 0.1 and the
     mean of three, which is a bit more."""
-    scores = score([f"{mine}:{name}" for name in names.split()])
-    for sums in (scores.outcome.float(), scores.rewards["reward"].float()):
-        assert (sums == sums[0]).all()
+    updates = watch(monkeypatch, "update")
+    rewards = [f"--reward {mine}:{name}" for name in names.split()]
+    options = "--max-steps 1 --sft-steps 0 --eval-every 0", *rewards
+    (row,) = train(tmp_path / "run", QUICK, *options)
+    assert row["zero_std_fraction"] == 1
+    assert not updates[0][1].advantages.any()
 
 
 WRONG_NAMES = "acuracy accuracy=much {mine}:missing {mine}: missing.py:f = "
