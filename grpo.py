@@ -1223,6 +1223,8 @@ def gold_answers(answer):
     for gold in alternatives:
         text = str(gold).strip() if type(gold) in (str, int, float) else ""
         marked = "\\boxed" in text or "####" in text
+        if len(text) > 200 and not marked:
+            raise ValueError("an answer of over 200 characters needs \\boxed{} or ####")
         golds.append(extract_answer(text, finished=False) if marked else text)
     if not golds or not all(golds) or "nan" in golds:  # JSON's NaN is read as a float
         raise ValueError(f"{answer!r} is no answer to compare with")

@@ -1134,6 +1134,7 @@ WRONG_LINES = r"""{"prompt":
 {"prompt": [{"role": "human", "content": "a"}], "answer": "1"}
 {"prompt": [{"role": "system", "content": "a"}], "answer": "1"}
 {"prompt": {"role": "user", "content": "a"}, "answer": "1"}
+{"prompt": "a", "answer": "LONG"}
 5
 {"answer": "1"}
 {"prompt": "a"}
@@ -1151,6 +1152,7 @@ WRONG_LINES = r"""{"prompt":
 @cases("line", WRONG_LINES.splitlines())
 def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line):
     path = tmp_path / "data.jsonl"
+    line = line.replace("LONG", "So it is one. " * 20)
     path.write_text('{"prompt": "a", "answer": "1"}\n \t\n' + line)
     config = grpo.Config(data=str(path), model="no/such/model")
     with raises(Error, match=r"data.jsonl:3 .*: \w+\(") as stop:
