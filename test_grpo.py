@@ -856,9 +856,10 @@ def test_masters_begin_at_random_places_in_their_cells():
     masters = grpo.within_cell(weight)
     assert torch.equal(masters.bfloat16().float(), weight)
     steps = 2 ** weight.abs().log2().floor() / 128  # to the next bfloat16 number
-    moved = (masters + 0.1 * steps).bfloat16().double() - weight
-    assert moved.min() == 0
-    assert (moved.sum() / steps.double().sum()).item() == approx(0.1, rel=0.05)
+    for way in (0.1, -0.1):  # up, and down
+        moved = (masters + way * steps).bfloat16().double() - weight
+        assert (moved / way).min() == 0
+        assert (moved.sum() / steps.double().sum()).item() == approx(way, rel=0.05)
     odd = numbers("0 -0 1 -1 0.5 1.1754943508e-38 3e38 -256 1e-40").bfloat16().float()
     masters = grpo.within_cell(odd)
     assert torch.equal(masters.bfloat16().float(), odd) and not masters[:2].any()
