@@ -33,7 +33,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import inspect
 import itertools
 import json
@@ -41,6 +41,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -74,8 +75,8 @@ DTYPE = "bfloat16" if ON_GPU else "float32"
 # --------------------------------------------------------------------- GRPO in numbers
 def completion_mask(completion_ids, eos_token_ids):
     """True up to and including each row's first EOS: ids (N, C) -> bool (N, C).
-    eos_token_ids: one id or a list. A mask by the pad token would be wrong: many models
-    pad with EOS, and would never learn to stop.
+    eos_token_ids: one id or a list. Do not mask by the pad token instead: it is often
+    EOS, and the model would never learn to stop.
     >>> completion_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), 2).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
@@ -94,10 +95,10 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     """
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
-    groups = 1.0 * rewards.reshape(-1, num_generations)  # (B, G); integers will do
-    # This changes no advantage, and makes equal rewards exact zeros. Without it the
-    # mean of eight rewards of 0.1 is wrong by 1e-8, their std is as small, and the
-    # quotient, their advantage, is -0.4.
+    groups = 1.0 * rewards.reshape(-1, num_generations)  # (B, G); also of integers
+    # Equal rewards must have advantages of exactly 0. By rounding of their mean, eight
+    # of 0.1 would have -0.4. Less the group's first reward, they are exact zeros, and
+    # no other advantage changes.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -116,8 +117,8 @@ def masked_mean(x, mask, dim=None):
 
 def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
     """New over old probability of each token, exp(logp - old_logp): (N, C).
-    Level "sequence" has one ratio for a completion, by the mean of logp - old_logp over
-    its tokens, those in `mask` (None: all): GSPO, arXiv:2507.18071, eq. 7."""
+    Level "sequence" has one ratio for a completion: exp of the mean of logp - old_logp
+    over its tokens, those in `mask` (None: all). GSPO, arXiv:2507.18071, eq. 7."""
     log_ratio = logp - old_logp
     if importance_sampling_level == "sequence":
         mask = torch.ones_like(log_ratio) if mask is None else mask
@@ -142,8 +143,8 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    Over tokens sampled from the policy its mean is KL(policy, reference). -d has that
-    mean as well, but varies more. DeepSeekMath eq. 4; Schulman's k3 in
+    Over tokens sampled from the policy its mean is KL(policy, reference); logp -
+    ref_logp has the same mean but varies more. DeepSeekMath eq. 4; Schulman's k3 in
     joschu.net/blog/kl-approx.html. Give it float32: bfloat16 rounds small d away.
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
@@ -171,16 +172,16 @@ def grpo_loss(
     """DeepSeekMath eq. 3 -> (scalar to minimise, metrics: means over tokens).
     logp, old_logp, ref_logp: (N, C) float32 in nats; mask: (N, C); advantages: (N,) or
     (N, C). old_logp None: the policy has not moved since it sampled. ref_logp None: no
-    KL. -surrogate + beta k3 of each token is averaged by `loss_type`:
+    KL. The loss of a token is beta k3 - surrogate; `loss_type` says how to average:
         grpo     mean over sequences of the mean over their tokens
         dapo     sum over tokens / num_tokens
         dr_grpo  sum over tokens / (num_sequences * max_completion_length)
-    num_sequences and num_tokens are those of the whole optimizer batch, so that losses
-    of its micro-batches add up; if None, those of this call. max_completion_length is C
+    num_sequences and num_tokens (None: of this call) are those of the whole optimizer
+    batch, if this call has a part of it: so losses add up. max_completion_length is C
     if None. Masked places may hold anything, even NaN."""
     mask = mask.bool()
     logp = logp.masked_fill(~mask, 0)
-    # Without old_logp the ratio is exactly 1, but its gradient is that of logp.
+    # exp(logp - logp.detach()) is exactly 1, and its gradient is that of logp.
     old_logp = (logp if old_logp is None else old_logp).detach().masked_fill(~mask, 0)
     advantages = advantages.reshape(len(mask), -1)  # (N, 1) or (N, C)
     advantages = advantages.where(mask, 0)  # (N, C)
@@ -189,7 +190,7 @@ def grpo_loss(
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
         kl = kl_k3(logp, ref_logp.detach().masked_fill(~mask, 0))
-    per_token_loss = beta * kl - surrogate  # (N, C); 0 where masked, as both are
+    per_token_loss = beta * kl - surrogate  # (N, C), 0 where masked: A is 0, k3 is 0
     num_sequences = num_sequences or len(mask)
     num_tokens = num_tokens or mask.sum()
     if loss_type == "grpo":
@@ -205,7 +206,7 @@ def grpo_loss(
         kl=kl,
         entropy=-logp,  # an estimate, from the sampled tokens
         ratio_mean=ratio,
-        clip_fraction=surrogate < ratio * advantages,  # the clipped term is smaller
+        clip_fraction=surrogate < ratio * advantages,  # the min is the clipped term
     )
     return loss, {name: masked_mean(x.detach(), mask) for name, x in values.items()}
 
@@ -234,7 +235,7 @@ def sample(logits, temperature=1.0):
     if temperature == 0:
         return logits.argmax(1)
     probs = (logits.float() / temperature).softmax(1)  # (N, V)
-    cdf = probs.cumsum(1, dtype=torch.float64)  # float32 would lose the tail
+    cdf = probs.cumsum(1, dtype=torch.float64)  # float32: none below 1e-7 is ever drawn
     draws = torch.rand_like(cdf[:, :1]) * cdf[:, -1:]
     ids = torch.searchsorted(cdf, draws, right=True)[:, 0]  # the first cdf > draw
     return ids.clamp(max=logits.shape[1] - 1)  # NaN would give V, which is no token
@@ -252,9 +253,9 @@ def generate(
 ):
     """G completions of each prompt, sampled from the policy -> ids (N, C).
     prompt_ids, prompt_mask: (B, P), left-padded. C is `max_completion_length`. A row
-    ends with its first EOS and is filled up with EOS: `eos_token_ids`, one id or a list
-    of which the first fills. Temperature 0 is greedy. The model, in eval mode, samples
-    from its whole distribution: its generation config (top-k, …) is not read."""
+    ends with one of `eos_token_ids`, an id or a list, and is filled up with the first
+    of them. Temperature 0 is greedy. The model, in eval mode, samples from its whole
+    distribution: its generation config (top-k, …) is not read."""
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
@@ -289,10 +290,10 @@ def token_logprobs(
 ):
     """log-prob of each completion token given all before it: (N, C) float32, 0 where
     masked. prompt_ids, prompt_mask: (B, P), left-padded; completion_ids, mask: (N, C),
-    the mask as by `completion_mask`. Masked ids must be below V, too. The logits are
+    the mask as by `completion_mask`; masked ids, too, must be tokens. The logits are
     divided by `temperature`, as in sampling. model: a causal LM of transformers in eval
-    mode. Each prompt runs G times, and all logits, (N, C, V), are held in memory, also
-    in float32. `shared_logprobs` does better."""
+    mode (no dropout). Each prompt runs G times, and all logits, (N, C, V), are held in
+    memory, also in float32. `shared_logprobs` does better."""
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     mask = mask.bool()
@@ -301,8 +302,9 @@ def token_logprobs(
     prompt_mask = prompt_mask.repeat_interleave(num_generations, dim=0)
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (N, P + C)
     attention_mask = torch.cat([prompt_mask, mask], 1)
-    # The output at each token predicts the next. So the C outputs that are needed begin
-    # at the prompt's last token; the one at the completion's last token is left out.
+    # The output at each token predicts the next one:
+    #     at         p2   c0   c1   c2     of a prompt p0 p1 p2, with C = 3
+    #     predicts   c0   c1   c2   -      so the last of C + 1 outputs is left out
     keep = mask.shape[1] + 1
     logits = forward(model, ids, attention_mask, logits_to_keep=keep).logits[:, :-1]
     logits = (logits.float() / temperature).transpose(1, 2)  # (N, V, C)
@@ -313,7 +315,7 @@ def token_logprobs(
 # ---------------------------------------------------------------------------- one step
 @dataclasses.dataclass
 class Batch:
-    """Completions and their prompts: a rollout, or a micro-batch of one."""
+    """Completions and their prompts: a rollout, or a part of one."""
 
     prompt_ids: torch.Tensor  # (B, P), left-padded
     prompt_mask: torch.Tensor  # (B, P), bool
@@ -328,7 +330,8 @@ def train_step(run, train_rows, step):
     """One step of GRPO on B of the rows of data -> its metrics, and `Scores` to log.
     Of `run` it uses `config` (the options), `num_prompts` (B), `policy`, `reference`
     (models), `tokenizer`, `eos_token_ids`, `rewards` (functions and their weights),
-    `logprobs` (`token_logprobs` or as good), `without_adapters` and `optimizer`."""
+    `logprobs` (`token_logprobs`, or a faster one), `without_adapters` (a context, for
+    LoRA) and `optimizer` (`MasterAdamW`, which is AdamW)."""
     config = run.config
     num_generations = config.num_generations
     set_seed(config.seed, step)
@@ -342,7 +345,8 @@ def train_step(run, train_rows, step):
 
     # 3. score them
     scores = score_completions(run, rows, batch)
-    rewards = scores.outcome.float()  # (N,); in float32 0.1 + 0.2 equals 0.3
+    # (N,) weighted sums, made in float64. As float32, 0.1 + 0.2 is equal to 0.3.
+    rewards = scores.outcome.float()
 
     # 4. normalise them within each group
     advantages = group_advantages(rewards, num_generations, config.scale_rewards)
@@ -356,21 +360,26 @@ def train_step(run, train_rows, step):
     end = time.perf_counter()
 
     # 6. measure it
-    for name, values in scores.measure().items():  # rewards, their std in groups, …
+    measured = dict(  # name: (N,) or (B,), of which the mean is logged
+        scores.logged,  # "reward", and the rewards by each function
+        reward_std=scores.logged["reward"].view(-1, num_generations).std(1),
+        zero_std_fraction=~batch.advantages.view(run.num_prompts, -1).any(1),
+        completion_length=batch.mask.sum(1),
+        truncated_fraction=~torch.tensor(scores.columns["finished"]),  # by an EOS
+    )
+    for name, values in measured.items():
         metrics[name] = values.double().mean().item()
-    metrics["completion_length"] = batch.mask.sum(1).double().mean().item()
     metrics["num_tokens"] = sum(all_gather(batch.mask.sum().item()))  # of all ranks
     metrics["learning_rate"] = learning_rate
     metrics["rollout_seconds"] = rollout_end - start
     metrics["update_seconds"] = end - rollout_end
     metrics["step_seconds"] = end - start
-    memory = torch.cuda.max_memory_allocated()  # so far; 0 on a CPU
-    metrics["peak_memory_gb"] = memory / 2**30
+    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30  # 0 on a CPU
     return metrics, scores
 
 
 def prompt_batch(rows, step, size, seed):
-    """The `size` rows of a step; every epoch is shuffled."""
+    """The `size` rows of a step. An epoch is shuffled, and drops what is left over."""
     if len(rows) < size:
         raise Error(f"--prompts-per-step: only {len(rows)} rows fit, not {size}")
     epoch, i = divmod(step - 1, len(rows) // size)
@@ -390,38 +399,35 @@ def rollout(run, rows, num_generations, temperature):
 
 
 def score_completions(run, rows, batch):
-    """Let each reward function judge a batch -> `Scores` (in the room "rewards"), of
-    which `outcome` (N,) is the weighted sum of rewards. Functions get its `columns`:
-    prompts, completions and what the data has."""
+    """Let each reward function judge a batch -> `Scores` (in the room "rewards"):
+    `columns` (what functions get: prompts, completions and what the data has),
+    `outcome` (N,) (weighted sums of rewards) and `logged` (rewards for the log)."""
     scores = Scores(run, rows, batch)
     for name, (function, weight) in run.rewards.items():
-        scores.add(name, weight, call_reward(name, function, scores.columns))
+        scores.add(name, function, weight)
     return scores
 
 
 def update(run, batch, learning_rate):
-    """num_iterations (mu) AdamW steps on one rollout -> metrics, most as means over the
-    tokens of `parts`. Each step is on the whole rollout: micro-batches only add up its
-    gradient, they are not PPO's minibatches. With one iteration the ratio is exactly 1.
-    """
+    """num_iterations (mu) AdamW steps, each on the whole rollout -> metrics, most as
+    means over tokens. Unlike PPO's minibatches, micro-batches only add up the gradient
+    of one step. With one iteration the ratio is exactly 1."""
     config = run.config
-    # Parts of the batch that fit into memory, without groups that have no gradient.
+    # Parts that fit into memory, without groups that have no gradient.
     parts = micro_batches(run, batch)
     reference_logprobs(run, parts)
-    # Gradients are averaged over ranks, which have as many sequences each, but not as
-    # many tokens. Each rank's sum over tokens is divided by the mean of their numbers
-    # of tokens: averaged, that is the mean over all tokens of all ranks.
-    num_tokens = mean_over_ranks(batch.mask.sum().item())
+    # Gradients will be averaged over ranks (processes). Their sums over tokens are to
+    # be divided by the tokens of all: so each rank divides by (tokens of all) / ranks.
+    # Ranks have equally many sequences: each divides by its own number of them.
+    num_tokens = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     sizes = [part.mask.sum().item() for part in parts]  # in tokens
     metrics = defaultdict(float)
     for _ in range(config.num_iterations):
         for part, size in zip(parts, sizes):
             logp = batch_logprobs(run, run.policy, part)
-            if part.old_logp is None:  # in the first iteration; the others keep it
-                part.old_logp = logp.detach()
             loss, means = grpo_loss(
                 logp,
-                part.old_logp,
+                part.old_logp,  # None in the first iteration
                 part.ref_logp,
                 part.advantages,
                 part.mask,
@@ -435,7 +441,9 @@ def update(run, batch, learning_rate):
                 num_tokens=num_tokens,
             )
             loss.backward()
-            metrics["loss"] += loss.item() / config.num_iterations
+            if part.old_logp is None:  # no update has been made yet
+                part.old_logp = logp.detach()
+            metrics["loss"] += loss.item() / config.num_iterations  # these add up
             for name, mean in means.items():
                 weight = size / sum(sizes) / config.num_iterations
                 metrics[name] += weight * mean.item()
@@ -448,11 +456,10 @@ def update(run, batch, learning_rate):
 def reference_logprobs(run, parts):
     """Give each part the log-probs of the frozen reference, if there is a KL term. With
     LoRA the reference is the policy without its adapters."""
-    if run.reference is None:
-        return
-    with torch.no_grad(), run.without_adapters():
-        for part in parts:
-            part.ref_logp = batch_logprobs(run, run.reference, part)
+    if run.reference is not None:
+        with torch.no_grad(), run.without_adapters():
+            for part in parts:
+                part.ref_logp = batch_logprobs(run, run.reference, part)
 
 
 def batch_logprobs(run, model, batch):
@@ -467,23 +474,16 @@ def batch_logprobs(run, model, batch):
     )
 
 
-# Here ends what one reads to learn GRPO. What follows makes the same faster, smaller,
-# and a program that one can run.
+# Here ends what one reads to learn GRPO. What follows makes it fast, and a program.
 
 
 # -------------------------------------------------------------------- the same, faster
 def shared_logprobs(
     model, prompt_ids, prompt_mask, completion_ids, mask, temperature=1.0
 ):
-    """`token_logprobs`, the same numbers and gradients, in less time and memory: each
-    prompt runs once for its G completions, and all logits are never in memory.
-
-        tokens    p0 p1 p2 | c0 c1 c2        the output at p2 predicts c0,
-        outputs   -  -  h2 | h3 h4 -         those at c0 and c1 predict c1 and c2
-
-    The prompts run first. Then each completion, without its last token, goes on from a
-    copy of its prompt's keys and values, through which gradients flow into the prompt.
-    """
+    """`token_logprobs`, the same numbers and gradients, in less time and memory. Each
+    prompt runs once. Its G completions go on from copies of its keys and values,
+    through which gradients flow. The logits are never all in memory at once."""
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     mask = mask.bool()
@@ -492,29 +492,31 @@ def shared_logprobs(
     prompt_of = torch.arange(len(mask), device=mask.device) // num_generations  # (N,)
     cache = PromptCache(config=model.config)
     first = hidden_states(model, prompt_ids, prompt_mask, cache, keep=1)  # (B, 1, H)
-    cache.is_complete = True
+    cache.is_complete = True  # it stores no more states of recurrent layers
     cache.reorder_cache(prompt_of)  # takes these rows: B become N
-    # A recurrent layer (Mamba) takes a single token for a step of decoding, which has
-    # no backward. So at least two run; what is too much is cut off below.
+    # A completion's last token predicts nothing, and is left out. But at least two run:
+    # recurrent layers (Mamba) run a single token by a kernel that has no backward.
     num_inputs = max(2, length - 1)
-    inputs = F.pad(completion_ids, (0, 1))[:, :num_inputs]
+    inputs = F.pad(completion_ids, (0, 1))[:, :num_inputs]  # padded for a length of 1
+    # Padding on the right needs no mask: no earlier token sees it.
     attention_mask = F.pad(prompt_mask[prompt_of], (0, num_inputs), value=True)
     later = hidden_states(model, inputs, attention_mask, cache, keep=num_inputs)
     hidden = torch.cat([first[prompt_of], later], 1)  # (N, 1 + num_inputs, H)
     hidden = hidden[:, :length][mask]  # (M, H): what predicts an unmasked token
-    weight = model.get_output_embeddings().weight  # (V, H)
+    weight = model.get_output_embeddings().weight  # (V, H); see `shard`
     logp = ChunkedLogprobs.apply(hidden, weight, completion_ids[mask], temperature)
     return logp.new_zeros(mask.shape).masked_scatter(mask, logp)
 
 
 class PromptCache(DynamicCache):
     """A cache in which recurrent layers (Mamba) store their states after the prompts,
-    and no later ones, which would overwrite what backward still needs."""
+    but no later ones: these would overwrite what backward still needs."""
 
     is_complete = False  # True once the prompts have run
 
     def update_recurrent_state(self, states, *args, **options):
-        """transformers gives a layer's new states and goes on with what is returned."""
+        """transformers calls this to store a layer's new states, and goes on with what
+        it returns."""
         if self.is_complete:
             return states
         return super().update_recurrent_state(states, *args, **options)
@@ -522,8 +524,8 @@ class PromptCache(DynamicCache):
 
 def hidden_states(model, ids, attention_mask, cache, keep):
     """The last `keep` hidden states of each row, without logits: (N, keep, H). A hook
-    takes the inputs of the output layer and leaves it no tokens to compute. The whole
-    model is called, not its body alone: that call gathers the weights of FSDP."""
+    takes them as the input of the output layer, which then gets an empty one. (To call
+    the model's body alone would not gather the weights of FSDP.)"""
     hidden = []
 
     def take(layer, inputs):
@@ -536,10 +538,10 @@ def hidden_states(model, ids, attention_mask, cache, keep):
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature) at the targets, without all logits
-    in memory. hidden: (M, H); weight: (V, H); targets: (M,) -> (M,) float32. The logits
-    of v words of the vocabulary at a time are computed, and again in backward. As in
-    sampling, they have the dtype of `hidden`, and are divided in float32."""
+    """log softmax(hidden @ weight.T / temperature) at the targets -> (M,) float32.
+    hidden: (M, H); weight: (V, H); targets: (M,). The logits of v words of the V are in
+    memory at a time, and computed again in backward. As in `sample` they are divided in
+    float32."""
 
     logits_at_once = 2**25 if ON_GPU else 2**19  # M*v; 2**19 fit into a CPU's cache
 
@@ -551,9 +553,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         log_z = hidden.new_full((len(hidden),), -math.inf, dtype=torch.float32)
         for words in weight.split(ctx.num_words):  # (v, H)
             logits = (hidden @ words.t()).float().div_(temperature)  # (M, v)
-            log_z = log_z.logaddexp(logits.logsumexp(1))  # log sum exp of words so far
-        # The targets' logits. As above, and unlike in (hidden * weight).sum(), they are
-        # rounded once, after the sum over H; else a log-prob could exceed 0.
+            log_z = log_z.logaddexp(logits.logsumexp(1))  # of all words so far
+        # The targets' logits. Like those above they are rounded once, after the sum
+        # over H. (hidden * weight).sum() would round its terms, and logp exceed 0.
         logit = torch.einsum("mh,mh->m", hidden, weight[targets]).float() / temperature
         ctx.save_for_backward(hidden, weight, targets, log_z)
         return logit - log_z
@@ -565,42 +567,41 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         needs_weight = ctx.needs_input_grad[1]  # not if the layer is frozen (LoRA)
         grad_weight = torch.zeros_like(weight) if needs_weight else None
-        # d logp / d logits = one_hot(target) - softmax(logits). It is rounded after the
-        # subtraction: bfloat16 would make a softmax of 0.999 a 1, and the gradient 0.
         for start in range(0, len(weight), ctx.num_words):
             words = weight[start : start + ctx.num_words]  # (v, H)
             logits = (hidden @ words.t()).float().div_(ctx.temperature)  # (M, v)
             softmax = logits.sub_(log_z[:, None]).exp_()
             ids = torch.arange(start, start + len(words), device=weight.device)
             one_hot = (targets[:, None] == ids).float()
+            # Subtracted in float32: in bfloat16 a softmax of 0.999 is 1, which gives 0.
             grad_logits = (grad * (one_hot - softmax)).to(words.dtype)
             grad_hidden += grad_logits @ words
             if needs_weight:
-                words_grad = grad_weight[start : start + ctx.num_words]
+                words_grad = grad_weight[start : start + ctx.num_words]  # a view
                 words_grad.addmm_(grad_logits.t(), hidden)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None
 
 
 def choose_logprobs(model):
     """`shared_logprobs` if it is right for this model, else `token_logprobs`; says
-    which. Their log-probs and gradients are compared with those of forward passes
-    without padding, while the model is still in float32. Raises ValueError if neither
-    agrees, or if sampling does not."""
+    which. Log-probs and gradients of two completions are compared with those of plain
+    forward passes, in float32. Raises ValueError if neither agrees with them, or if
+    sampling does not."""
     prompts = [2, 3, 4, 2, 3], [5, 6]  # only the second is padded
     prompt_ids, prompt_mask = pad(prompts, "left")
-    size, no_token = 8, -1  # no completion ends before 8 tokens
+    length, no_eos = 8, -1  # both completions have 8 tokens
     ids, error = attempt(
-        generate, model, prompt_ids, prompt_mask, 1, size, no_token, temperature=0
+        generate, model, prompt_ids, prompt_mask, 1, length, no_eos, temperature=0
     )
     if error:
         raise ValueError(f"it cannot be sampled: {error}")
-    logits = []  # of plain forward passes
+    logits = []
     for prompt, completion in zip(prompts, ids):
         tokens = torch.tensor([[*prompt, *completion]], device=DEVICE)
-        logits.append(model(tokens).logits[0, -size - 1 : -1])
+        logits.append(model(tokens).logits[0, -length - 1 : -1])
     logits = torch.stack(logits)  # (2, C, V), which predict the completions
     check_sampling(ids, logits)
-    weight = model.get_input_embeddings().weight  # gradients pass all layers to it
+    weight = model.get_input_embeddings().weight  # its gradient depends on all layers
     logp = -F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
     expected = [logp, *torch.autograd.grad(logp.sum(), weight)]
 
@@ -609,9 +610,9 @@ def choose_logprobs(model):
         return [logp, *torch.autograd.grad(logp.sum(), weight)]
 
     candidates = [shared_logprobs, token_logprobs]
-    # Some models cap or scale their logits, which `shared_logprobs` does not. Logits of
-    # untrained weights may be too small to show a cap. So an option of the model such
-    # as final_logit_softcapping, with a number other than 0 and 1, rules it out.
+    # Some models cap or scale their logits, which `shared_logprobs` does not. Where
+    # logits are small the comparison may miss that. So it is out if an option such as
+    # final_logit_softcapping has an effect: a value other than None, 0 and 1.
     for option, value in vars(model.config).items():
         if re.search("logit|lm_head", option) and value not in (None, 0, 1):
             candidates = [token_logprobs]
@@ -626,29 +627,28 @@ def choose_logprobs(model):
 
 
 def check_sampling(ids, logits):
-    """Raise ValueError unless greedy completions of two prompts, (2, C), are the most
-    probable tokens by logits (2, C, V) of forward passes without cache and padding. The
-    first prompt has no padding: there only the cache can be at fault."""
+    """Raise ValueError unless two greedy completions, (2, C), are the most probable
+    tokens by plain logits, (2, C, V). The first prompt is not padded: there only the
+    cache can be wrong."""
     for tokens, best, cause in zip(ids, logits.argmax(2), ("its cache", "padding")):
         if not torch.equal(tokens, best):
             raise ValueError(f"{cause} changes what it samples")
 
 
 def attempt(function, *args, **options):
-    """(result, None), or (None, error) where the model lacks such a cache or output
-    layer. Errors of the device are raised: they say nothing of the model."""
+    """(result, None), or (None, error) where the model lacks such a cache or layer."""
     try:
         return function(*args, **options), None
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # they are RuntimeErrors
+        raise  # these RuntimeErrors say nothing of the model
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return None, error
 
 
 # ------------------------------------------------------------ the same, in less memory
 def micro_batches(run, batch):
-    """A batch in parts that fit. To save padding, the completions of a prompt are
-    sorted by length, and prompts by their longest one."""
+    """The groups of a batch that have a gradient, in parts that fit. To save padding,
+    the completions of a prompt are sorted by length, and prompts by their longest."""
     lengths = batch.mask.sum(1).tolist()
     groups = groups_with_gradient(run, batch)
     for group in groups:
@@ -660,10 +660,9 @@ def micro_batches(run, batch):
 
 def groups_with_gradient(run, batch):
     """The indices of each prompt's completions: a list of lists. Without a KL term a
-    group whose advantages are all 0 has no gradient and is left out. One always stays,
-    as `fillers` needs it."""
-    size = len(batch.mask) // len(batch.prompt_ids)
-    groups = [[*range(i, i + size)] for i in range(0, len(batch.mask), size)]
+    group whose advantages are all 0 has no gradient. One group stays, as something
+    must run backward."""
+    groups = torch.arange(len(batch.mask)).view(len(batch.prompt_ids), -1).tolist()
     if run.reference is None:
         moving = [group for group in groups if batch.advantages[group].any()]
         groups = moving or groups[:1]
@@ -671,18 +670,19 @@ def groups_with_gradient(run, batch):
 
 
 def split_to_fit(run, batch, groups):
-    """The completions of these groups, which are of one size, in parts of at most
-    `micro_batch_tokens`, padding included, or of a single completion."""
-    indices = [i for group in groups for i in group]  # of the completions
+    """These groups in parts of at most `micro_batch_tokens`, padding included, or of a
+    single completion. groups: lists of indices of the batch's completions; those of a
+    list have one prompt, and all lists are equally long."""
+    indices = [i for group in groups for i in group]
     num_generations = len(batch.mask) // len(batch.prompt_ids)
     prompts = [group[0] // num_generations for group in groups]
     prompt_length = int(batch.prompt_mask[prompts].sum(1).max())  # of the longest
     length = int(batch.mask[indices].sum(1).max())
     num_tokens = len(prompts) * prompt_length + len(indices) * length
     if run.logprobs is token_logprobs:  # it repeats prompts and holds all logits
-        # 65,536 logits take about as much memory as a token does in the layers.
-        num_logits = length * run.policy.config.vocab_size
-        num_tokens = len(indices) * (prompt_length + length + num_logits // 2**16)
+        # A rough estimate: 65,536 logits take as much memory as a token in the layers.
+        tokens_each = 1 + run.policy.config.vocab_size / 2**16
+        num_tokens = len(indices) * (prompt_length + tokens_each * length)
     if num_tokens <= run.config.micro_batch_tokens or len(indices) == 1:
         part = Batch(  # without padding that none of these needs
             batch.prompt_ids[prompts, -prompt_length:],
@@ -692,36 +692,33 @@ def split_to_fit(run, batch, groups):
             batch.advantages[indices, :length],
         )
         return [part]
-    if len(groups) > 1:
-        middle = len(groups) // 2
-        first, second = groups[:middle], groups[middle:]
-    else:  # halve the completions of a single prompt
+    if len(groups) == 1:  # completions of one prompt become two groups, for two parts
         middle = len(indices) // 2
-        first, second = [indices[:middle]], [indices[middle:]]
-    return split_to_fit(run, batch, first) + split_to_fit(run, batch, second)
+        groups = [indices[:middle], indices[middle:]]
+    middle = len(groups) // 2
+    first = split_to_fit(run, batch, groups[:middle])
+    return first + split_to_fit(run, batch, groups[middle:])
 
 
 def fillers(parts):
-    """Parts without effect. All ranks must take part in each forward and backward pass
-    (FSDP). So one that has fewer parts repeats its first, with all tokens masked."""
+    """Parts without effect for a rank that has fewer than others, as all must take part
+    in each pass (FSDP): its first part, with all tokens masked."""
     filler = dataclasses.replace(parts[0], mask=torch.zeros_like(parts[0].mask))
     return [filler] * (max(all_gather(len(parts))) - len(parts))
 
 
 class MasterAdamW:
-    """torch's AdamW (arXiv:1711.05101; weight decay 0) on float32 masters.
-    A bfloat16 weight stays as it is when less than 1/512 of it is added. So its float32
-    master moves instead, and the weight becomes the master, rounded. Such a master
-    begins at a random place, see `within_cell`.
+    """torch's AdamW (arXiv:1711.05101; weight decay 0) on float32 masters: a bfloat16
+    weight does not change when less than 1/512 of it is added.
 
-        weight              its master
-        float32             the weight itself
-        bfloat16            a float32 copy, made before `cast` rounds the weight
-        sharded (FSDP)      this rank's shard itself, float32: a call of the model
-                            rounds what it gathers
+        weights     their masters                  weights are rounded masters
+        float32     the weights themselves         at any time
+        bfloat16    float32 copies                 after each update
+        of FSDP     this rank's float32 shards     when the model is called
     """
 
     def __init__(self, model, dtype):
+        """model: in float32 still. dtype: of the weights when the model runs."""
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.masters = []
         for param in self.params:
@@ -734,11 +731,11 @@ class MasterAdamW:
             else:
                 master = param.detach()  # shares the weight's memory
             self.masters.append(master)
-            # torch adds up its gradients in float32: bfloat16 would lose small ones.
+            # Gradients of bfloat16 weights too add up in float32, which loses none.
             param.grad_dtype = torch.float32
         self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
-        # True from the first update of a training step until `train` has finished that
-        # step. In between the weights belong to no step, and `save` does nothing.
+        # Whether weights have moved since the last finished training step. `train`
+        # resets it. If it is true, `save` does not save half of a step.
         self.has_moved = False
 
     def step(self, learning_rate, max_grad_norm):
@@ -749,6 +746,7 @@ class MasterAdamW:
             master.grad = local_shard(param.grad)
             param.grad = None
         grads = [master.grad for master in self.masters if master.grad is not None]
+        # The norm over all ranks: the root of the sum of the squares of theirs.
         norm = math.hypot(*all_gather(get_total_norm(grads).item()))
         if math.isfinite(norm):
             self.has_moved = True
@@ -767,23 +765,23 @@ class MasterAdamW:
 
 
 def within_cell(weight):
-    """Float32 masters that begin at random places: bfloat16 rounds each to its weight.
+    """Float32 masters of bfloat16 weights, each at a random place in its weight's cell:
+    the numbers that bfloat16 rounds to the weight.
     Near 0.02, bfloat16 numbers are 1.2e-4 apart. A master that begins at one of them
-    needs 60 updates of 1e-6 before it rounds to the next one and its weight moves. If
-    masters begin evenly spread, an update of 1e-6 takes one in 120 (1e-6 / 1.2e-4) past
-    the point where it rounds to the next one: on average, weights move as masters do.
-    """
-    # 0.02 is between 2**-6 and 2**-5: its exponent is -5. bfloat16 has 8 bits: there
-    # its numbers are 2**-13 apart. What is closer than half of that rounds to them.
+    needs 60 updates of 1e-6 before it rounds to the next, and its weight moves. When
+    masters begin anywhere in their cells, each update takes some into the next."""
+    # bfloat16 has 8 significant bits. So from 2**(exponent - 1) to 2**exponent its
+    # numbers are 2**(exponent - 8) apart, and a cell is half of that to either side.
     exponent = torch.frexp(weight).exponent
     near = weight + torch.ldexp(torch.rand_like(weight) - 0.5, exponent - 8)
-    # `near` may round to something else, if the weight is 0, some power of 2, or has
-    # more bits than bfloat16 (a float32 checkpoint). Then it is its own master.
+    # Where that is not in the cell (the weight is 0, or a power of 2, whose cell is
+    # smaller on one side, or has more than 8 bits) the master begins at the weight.
     return torch.where(near.bfloat16() == weight, near, weight)
 
 
 def cast(model, dtype):
-    """Round a model's weights to `dtype`. `model.to` would round its buffers too."""
+    """Round a model's weights to `dtype`, but neither its buffers, as `model.to` would,
+    nor shards (FSDP), which are rounded as the model is called."""
     for param in model.parameters():
         if not isinstance(param, DTensor):
             param.data = param.data.to(dtype)
@@ -791,11 +789,11 @@ def cast(model, dtype):
 
 # ---------------------------------------------------------------------------- training
 class Error(Exception):
-    """A mistake that the user can mend: `main` prints it in one line."""
+    """A mistake of the user, or the end of a run: `main` prints it in one line."""
 
 
 class Stop(Error):
-    """The end of a run before its last step. All ranks raise it together."""
+    """An `Error` that all ranks raise together, so that they can save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -843,18 +841,17 @@ class Config:
     report_to: Literal["", "wandb", "trackio"] = ""  # a tracker that gets the metrics
 
     def __post_init__(self):
-        # The least that a number may be. It is 0 for those that are not named here.
-        limits = dict(prompts_per_step=1, num_generations=2, num_iterations=1)
-        limits.update(max_completion_length=1, temperature=1e-9)
+        at_least = dict(prompts_per_step=1, num_generations=2, num_iterations=1)
+        at_least.update(max_completion_length=1, temperature=1e-9)
         for name, value in vars(self).items():
-            least = limits.get(name, 0)
+            least = at_least.get(name, 0)
             if isinstance(value, (int, float)) and not least <= value < math.inf:
                 name = name.replace("_", "-")
                 raise Error(f"--{name} must be finite and at least {least}")
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template must contain {question}")
         if WORLD_SIZE > 1 and (self.lora_rank or self.prompts_per_step % WORLD_SIZE):
-            raise Error("processes must share --prompts-per-step, without --lora-rank")
+            raise Error("processes must divide --prompts-per-step; LoRA takes only one")
 
 
 class Run:
@@ -864,12 +861,12 @@ class Run:
         self.config = config
         self.num_prompts = config.prompts_per_step // WORLD_SIZE  # B, of this rank
         self.rewards = {}  # name: (reward function, weight)
-        # Its folder; of a new run None, until `claim` makes it.
+        # Its folder; a new run has none until `claim` makes it.
         self.output_dir = Path(config.resume) if config.resume else None
         self.tracker = None  # wandb or trackio
         self.step = 0  # the last one that is finished
         self.saved_step = 0  # the last one with a checkpoint
-        self.signal = ""  # SIGINT or SIGTERM, where this rank got one
+        self.signal = ""  # SIGINT or SIGTERM, once this rank has got one
 
     def load(self, name):
         """Load the policy and its reference. name: of the model, or its folder."""
@@ -880,7 +877,7 @@ class Run:
             self.logprobs = choose_logprobs(model)
         except ValueError as error:  # the model is unknown, or cannot be trained here
             raise Error(f"--model {name}: {error}") from error
-        set_seed(config.seed, 0)  # for adapters and masters, which begin at random
+        set_seed(config.seed, 0)  # adapters and masters (`within_cell`) begin at random
         self.adapters = None  # peft's wrapper of the policy; None: no LoRA
         self.without_adapters = contextlib.nullcontext  # does nothing
         if config.lora_rank:
@@ -890,8 +887,7 @@ class Run:
             lora = peft.LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear")
             self.adapters = peft.get_peft_model(model, lora)  # changes `model` itself
             self.without_adapters = self.adapters.disable_adapter
-        # In this order: masters are made of shards, if there are any, and before `cast`
-        # rounds the weights of a float32 checkpoint.
+        # First shards, then their masters, both in float32, and then `cast`.
         shard(model, dtype, stay_whole=True)
         self.optimizer = MasterAdamW(model, dtype)
         cast(model, dtype)
@@ -925,7 +921,7 @@ def train(config):
             samples = scores if is_due or step == 1 else None
             metrics = log_metrics(run, step, metrics, samples)
             run.step = step
-            run.optimizer.has_moved = False
+            run.optimizer.has_moved = False  # this step may be saved
             bar.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
             if metrics["skipped"]:
                 print0(f"step {step}: a gradient is not finite, its update is skipped")
@@ -947,7 +943,7 @@ def stop_at_a_signal(run):
 @contextlib.contextmanager
 def save_at_the_end(run):
     """Save the last finished step of a run that ends early, and say how to go on.
-    SIGINT and SIGTERM let a step finish, for which torchrun waits 30 seconds."""
+    SIGINT and SIGTERM let a step finish."""
 
     def note(number, frame):
         run.signal = signal.Signals(number).name
@@ -958,7 +954,7 @@ def save_at_the_end(run):
     try:
         yield
     except BaseException as error:
-        # Saving takes all ranks. `Stop` is raised by all, another error maybe by one.
+        # Saving takes all ranks; any other error may be that of a single one.
         if WORLD_SIZE == 1 or isinstance(error, Stop):
             save(run)
         if isinstance(error, torch.OutOfMemoryError):
@@ -989,16 +985,17 @@ def set_up(run):
         random.Random(config.seed).shuffle(rows)
         num_held_out = min(64, len(rows) // 10)
         eval_rows, rows = rows[:num_held_out], rows[num_held_out:]
-    # GRPO and its reference start from what the supervised steps leave.
-    run.load(sft(run, rows) if config.sft_steps else config.model)
+    name = config.model
+    if config.sft_steps:  # GRPO and its reference start from what these leave
+        name = sft(run, rows)
+    run.load(name)
     rows, eval_rows = encode_prompts(rows, run), encode_prompts(eval_rows, run)
     return share_of_rank(rows), share_of_rank(eval_rows)
 
 
 def sft(run, rows):
     """Supervised steps on the rows' solutions -> the model's folder, OUTPUT_DIR/sft.
-    They are updates of GRPO on the solutions: with advantage 1, ratio 1 and no KL its
-    loss has the gradient of -logp."""
+    With advantage 1, ratio 1 and no KL, the loss of GRPO has the gradient of -logp."""
     if run.output_dir and (run.output_dir / "sft").exists():  # made before resuming
         return f"{run.output_dir}/sft"
     config = dataclasses.replace(run.config, beta=0, num_iterations=1, temperature=1.0)
@@ -1007,15 +1004,15 @@ def sft(run, rows):
     examples = []  # token ids of prompt and solution
     for row in encode_prompts(rows, pupil):
         solution = row.get("solution") or row["answer"]
-        if isinstance(solution, (str, int, float)):  # no list of alternatives
-            ids = pupil.tokenizer.encode(str(solution), add_special_tokens=False)
-            if 0 < len(ids) < config.max_completion_length:
-                examples.append((row["prompt_ids"], ids + pupil.eos_token_ids[:1]))
+        text = "" if solution is None else str(solution)
+        ids = pupil.tokenizer.encode(text, add_special_tokens=False)
+        if 0 < len(ids) < config.max_completion_length:
+            examples.append((row["prompt_ids"], ids + pupil.eos_token_ids[:1]))
     examples = share_of_rank(examples)
     for step in tqdm(range(1, config.sft_steps + 1), "supervised", disable=RANK > 0):
         stop_at_a_signal(run)
         chosen = prompt_batch(examples, step, run.num_prompts, config.seed)
-        claim(run)  # not before: a mistake at the start leaves no folder
+        claim(run)  # in the first step; a mistake before it leaves no folder
         prompt_ids, prompt_mask = pad([prompt for prompt, _ in chosen], "left")
         ids, mask = pad([solution for _, solution in chosen], "right")
         advantages = torch.ones(mask.shape, device=DEVICE)
@@ -1032,7 +1029,7 @@ def evaluate(run, rows):
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
         batch = rollout(run, some, num_generations=1, temperature=0)
-        for name, values in score_completions(run, some, batch).rewards.items():
+        for name, values in score_completions(run, some, batch).logged.items():
             sums[f"eval/{name}"] += values.sum().item() / len(rows)
     if rows:
         means = log_metrics(run, run.step, sums)
@@ -1040,21 +1037,22 @@ def evaluate(run, rows):
 
 
 def log_metrics(run, step, metrics, scores=None):
-    """Log metrics in metrics.jsonl and by the tracker, and the `Scores` of a batch in
-    completions.jsonl. Returns what is logged: the metrics' means over ranks."""
-    claim(run)
+    """Log metrics in metrics.jsonl and by the tracker, and `Scores`, if any, in
+    completions.jsonl. Returns the metrics' means over ranks, which are logged."""
+    claim(run)  # makes the run's folder, the first time
     ranks = all_gather(metrics)
     means = {name: sum(x[name] for x in ranks) / WORLD_SIZE for name in metrics}
     if RANK > 0:
         return means
+    # JSON has no NaN.
     row = {name: x if math.isfinite(x) else None for name, x in means.items()}
-    with open(run.output_dir / "metrics.jsonl", "a") as file:  # JSON has no NaN
+    with open(run.output_dir / "metrics.jsonl", "a") as file:
         print(json.dumps(dict(row, step=step)), file=file)
     if run.tracker:
         run.tracker.log(row, step=step)
     if scores:
         columns = dict(scores.columns, step=[step] * len(scores.outcome))
-        for name, values in scores.rewards.items():
+        for name, values in scores.logged.items():
             columns[name] = values.tolist()
         with open(run.output_dir / "completions.jsonl", "a") as file:
             for values in zip(*columns.values()):
@@ -1064,22 +1062,15 @@ def log_metrics(run, step, metrics, scores=None):
 
 
 def set_seed(seed, step):
-    """Each step has a seed of its own, so that a resumed run draws the same numbers.
-    So has each rank, so that ranks draw different ones."""
+    """Seed a step on this rank. So a resumed run draws the same numbers again."""
     transformers.set_seed((seed * 1_000_003 + step * WORLD_SIZE + RANK) % 2**32)
 
 
 # -------------------------------------------------------------------- data and prompts
-# The program's own columns: reward functions get them, completions.jsonl the last two.
-OWN_COLUMNS = "prompts prompt_ids messages completions completion_ids steps finished"
-OWN_COLUMNS += " reward step"
-
-
 def read_rows(source, need_answers):
-    """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]].
-    `prompt`, `question` or `problem` (text or chat) becomes "prompt"; `answer` or
-    `solution` becomes "answer"; other columns stay for the reward functions. Raises
-    `Error` with the first line that is no such row, or lacks an answer."""
+    """Rows (dicts) of a JSONL file, or of the Hub data set NAME[:CONFIG[:SPLIT]], with
+    "prompt" (text or chat; also `question`, `problem`), "answer" (also `solution`) and
+    other columns for the reward functions. `Error` names the first wrong line."""
     if ".json" in source or Path(source).is_file():  # a file, or one that is missing
         records = Path(source).read_bytes().splitlines()
     else:
@@ -1099,22 +1090,19 @@ def read_rows(source, need_answers):
             answer = row.get("answer")
             answer = row.get("solution") if answer is None else answer
             if need_answers:
-                gold_answers(answer)  # raises if there is none
+                gold_answer(answer)  # raises if there is none
         except Exception as error:  # whatever a line can hold
             where = f"{source}:{number} (JSONL has one object a line)"
             raise Error(f"{where}: {error!r:.200}") from error
         rows.append({**row, "prompt": prompt, "answer": answer})
     if not rows:
         raise Error(f"{source} has no rows")
-    every_column = dict.fromkeys(name for row in rows for name in row)  # name: None
-    replaced = [name for name in every_column if name in OWN_COLUMNS.split()]
-    if replaced:
-        print0(f"{source}: columns {replaced} are replaced by this program's own")
+    every_column = dict.fromkeys(name for row in rows for name in row)  # {name: None}
     return [{**every_column, **row} for row in rows]  # None where a row has no such
 
 
 def as_messages(prompt):
-    """A text as a chat of one message; a chat as it is. Raises where it is neither."""
+    """A text as a chat of one message, a chat as it is; else this raises."""
     if not prompt:
         raise ValueError("nothing in prompt, question or problem")
     if isinstance(prompt, str):
@@ -1128,8 +1116,8 @@ def as_messages(prompt):
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the chat template ends turns with an EOS. If not, the model was not
-    trained on it: many base models come with the template of their chat models."""
+    """Whether the chat template ends turns with an EOS. If not, it is that of another
+    model, as with many base models."""
     if not tokenizer.chat_template:
         return False
     question = dict(role="user", content="?")
@@ -1149,13 +1137,13 @@ def needs_answers(config):
 
 def encode_prompts(rows, run):
     """The rows that fit, with "prompts" (texts), "prompt_ids" and "messages". The
-    prompt template is put around the last message of the user. Then come the system
-    prompt and, as --chat-template says, the chat template."""
+    prompt template is put around the last message of the user; then come the system
+    prompt and the chat template."""
     config = run.config
-    room = max_positions(run.policy.config) - config.max_completion_length
-    if room < 1:
+    positions = getattr(run.policy.config, "max_position_embeddings", None) or math.inf
+    if positions <= config.max_completion_length:
         raise Error("--max-completion-length exceeds the positions of the model")
-    longest = min(config.max_prompt_length, room)
+    longest = min(config.max_prompt_length, positions - config.max_completion_length)
     chat = config.chat_template == "on"
     if config.chat_template == "auto":
         chat = chat_template_fits(run.tokenizer, run.eos_token_ids)
@@ -1175,7 +1163,7 @@ def encode_prompts(rows, run):
             )
         # A chat template writes the BOS itself, if there is one.
         ids = run.tokenizer.encode(text, add_special_tokens=not chat)
-        if ids and ids[-1] in run.eos_token_ids:  # some tokenizers end every text
+        if ids and ids[-1] in run.eos_token_ids:  # some tokenizers add it to every text
             ids.pop()
         if 0 < len(ids) <= longest:
             encoded.append(dict(row, prompts=text, prompt_ids=ids, messages=messages))
@@ -1186,8 +1174,8 @@ def encode_prompts(rows, run):
 
 def pad(sequences, side):
     """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool.
-    The first token of the first row fills up all: a pad token may have an embedding of
-    zeros, and normalising that gives NaN gradients, even where it is masked."""
+    Padding is a token like others, the first of the first row. A pad token may have an
+    embedding of zeros, and normalising that gives NaN gradients."""
     tensors = [torch.tensor(sequence, device=DEVICE) for sequence in sequences]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
     mask = ids >= 0  # no token's id is -1
@@ -1195,10 +1183,25 @@ def pad(sequences, side):
 
 
 # ----------------------------------------------------------------------------- rewards
+NUMBER = (
+    r"(?:(?<![\w)])[-+])?[$€£]?"  # a sign (not the minus of 7-5), a currency sign, then
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+/\d+|\d*\.?\d+)"  # 1,250.50 or 1/2 or 12, .5
+)
+
+
+def plain(text):
+    r"""A text without LaTeX's signs: of `\(-\frac{1}{2}\)` it is ` -1/2 `."""
+    text = text.replace("−", "-").replace("{,}", ",")
+    text = re.sub(r"([-+]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r" \1\2/\3 ", text)
+    text = re.sub(r"\\(?:text\w*|mathrm|mbox)\{([^{}]*)\}", r"\1", text)  # \text{(B)}
+    text = re.sub(r"\\[,;:! ]", "", text)  # spaces
+    text = re.sub(r"\\[()\[\]]", "", text)  # \( \) \[ \]
+    return re.sub(r"\\(?=[$%])", "", text)  # \$ is $, and \% is %
+
+
 def extract_answer(text, finished=True):
-    r"""The one answer of a text: the last \boxed{…}, else what follows the last ####,
-    else, if the text is finished, its last number. None if there is none, or if the box
-    is not closed.
+    r"""The answer in a text: the last \boxed{…}, else what follows the last ####, else,
+    if the text is finished, its last number. None: no answer, or no end of the box.
     >>> extract_answer(r"First \boxed{3}, so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
@@ -1210,39 +1213,23 @@ def extract_answer(text, finished=True):
             if not depth:
                 return rest[:i].strip()
         return None
-    found = re.findall(r"####\s*+([^#\n]*[^#\s])", text)  # *+ never goes back: fast
+    found = re.findall(r"####\s*+([^#\n]*[^#\s])", text)  # up to # or the line's end
     if finished and not found:
         found = re.findall(NUMBER, plain(text))
     return found[-1] if found else None
 
 
-def gold_answers(answer):
-    """The data's answer or alternatives: in a box, after ####, else all the text."""
-    golds = []
-    alternatives = answer if isinstance(answer, list) else [answer]
-    for gold in alternatives:
-        text = str(gold).strip() if type(gold) in (str, int, float) else ""
-        marked = "\\boxed" in text or "####" in text
-        if len(text) > 200 and not marked:
-            raise ValueError("an answer of over 200 characters needs \\boxed{} or ####")
-        golds.append(extract_answer(text, finished=False) if marked else text)
-    if not golds or not all(golds) or "nan" in golds:  # JSON's NaN is read as a float
+def gold_answer(answer):
+    """The data's answer: in a box, after ####, or else all the text, of at most 200
+    characters. Raises ValueError if there is none."""
+    text = str(answer).strip() if type(answer) in (str, int, float) else ""
+    if "\\boxed" in text or "####" in text:
+        text = extract_answer(text, finished=False)
+    elif len(text) > 200:
+        raise ValueError("an answer of over 200 characters needs \\boxed{} or ####")
+    if not text or text == "nan":  # JSON's NaN is read as a float
         raise ValueError(f"{answer!r} is no answer to compare with")
-    return golds
-
-
-# A sign, but not the minus of 7-5; a currency sign; then 1,250.50, 1/2, 12, 1.5 or .5.
-NUMBER = r"(?:(?<![\w)])[-+])?[$€£]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+/\d+|\d*\.?\d+)"
-
-
-def plain(text):
-    r"""A text without LaTeX's signs and spaces: ` -1/2 ` of `\(-\frac{1}{2}\)`."""
-    text = text.replace("−", "-").replace("{,}", ",")
-    text = re.sub(r"([-+]?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r" \1\2/\3 ", text)
-    text = re.sub(r"\\(?:text\w*|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\[,;:! ]", "", text)  # spaces
-    text = re.sub(r"\\[()\[\]]", "", text)  # \( \) \[ \]
-    return re.sub(r"\\(?=[$%])", "", text)  # \$ is $, and \% is %
+    return text
 
 
 def as_number(text):
@@ -1250,7 +1237,7 @@ def as_number(text):
     >>> as_number("x = $1,250.50."), as_number("50%"), as_number("7, or maybe 8")
     (Fraction(2501, 2), Fraction(50, 1), None)
     """
-    text = plain(text).lstrip(" $").rstrip(" $.")
+    text = plain(text).lstrip(" $(").rstrip(" $.,;:)")
     match = re.fullmatch(rf"(?:[a-zA-Z] *= *)?({NUMBER}) ?[%€£]?", text)
     try:
         return Fraction(re.sub("[$€£,]", "", match[1])) if match else None
@@ -1260,7 +1247,7 @@ def as_number(text):
 
 def answers_match(answer, gold):
     r"""Whether two answers are the same exact number, or else the same words. Case and
-    punctuation at the ends do not matter. Units and LaTeX are for the math reward.
+    punctuation at the ends do not matter. Units and formulas are for the math reward.
     >>> answers_match("$80,000.00", "80000"), answers_match(r"\text{(B)}.", "b")
     (True, True)
     """
@@ -1273,45 +1260,43 @@ def answers_match(answer, gold):
 
 
 def accuracy_reward(prompts, completions, answer, finished=None, **columns):
-    """1.0 where the extracted answer is equal to the data's, else 0.0. answer: N texts,
-    numbers, or lists of alternatives; ValueError if one is empty. finished: N bools.
-    Where it is false only a closed box or a #### counts."""
+    """1.0 where the extracted answer is equal to the data's, else 0.0. answer: N texts
+    or numbers; ValueError if one is empty. finished: N bools, False where a completion
+    was cut off: there only a closed box or a #### counts."""
     scores = []
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
-        golds = gold_answers(answer[i])
-        right = found is not None and any(answers_match(found, x) for x in golds)
-        scores.append(float(right))
+        gold = gold_answer(answer[i])
+        scores.append(float(found is not None and answers_match(found, gold)))
     return scores
 
 
 def math_reward(prompts, completions, answer, finished=None, **columns):
-    """1.0 where the answer is right as for `accuracy_reward`, or equal as LaTeX by the
-    package math-verify, else 0.0. Without a box or #### it is what math-verify finds in
-    the last 1,000 characters."""
+    """1.0 where the answer in a box or after #### is right as for `accuracy_reward`, or
+    equal as LaTeX by the package math-verify, else 0.0. If neither a box nor #### is
+    there, and the text was not cut off, it is what math-verify finds in its end."""
     from math_verify import parse, verify
 
-    scores = []
-    for i, completion in enumerate(completions):
-        golds = gold_answers(answer[i])
-        found = extract_answer(completion, finished=False)  # in a box or after ####
-        right = found is not None and any(answers_match(found, x) for x in golds)
+    # As if all were cut off, as then only a box or #### counts: the last number of "so
+    # it is $3\\sqrt{7}$" is not 7.
+    none_finished = [False] * len(completions)
+    scores = accuracy_reward(prompts, completions, answer, finished=none_finished)
+    for i, text in enumerate(completions):
         cut_off = finished is not None and not finished[i]
+        found = extract_answer(text, finished=False)
         if found is not None:
-            text = as_latex(found[:1000])
-        elif cut_off or "\\boxed{" in completion:  # with a box that is not closed
-            text = ""
-        else:
-            text = completion[-1000:]
-        if text and not right:
-            parsed = parse(text)
-            right = any(verify(parse(as_latex(gold)), parsed) for gold in golds)
-        scores.append(float(right))
+            text = as_latex(found)
+        elif cut_off or "\\boxed{" in text:  # with a box that is not closed
+            continue
+        if not scores[i]:
+            parsed = parse(text[-1000:])
+            gold = parse(as_latex(gold_answer(answer[i])))
+            scores[i] = float(verify(gold, parsed))
     return scores
 
 
 def as_latex(text):
-    r"""A text between dollar signs, without the \( \) or \[ \] of its own."""
+    r"""A text between dollar signs, without its own \( \) \[ \] (but with \\[2pt])."""
     return "$" + re.sub(r"(?<!\\)\\[()\[\]]", "", text) + "$"
 
 
@@ -1341,7 +1326,7 @@ def load_rewards(specs):
         if not path:
             functions = REWARDS
         elif path.endswith(".py") and os.path.isfile(path):
-            functions = vars(import_file(path))
+            functions = run_file(path)
         if not callable(functions.get(name)) or name in rewards:
             known = f"{', '.join(REWARDS)} or FILE.py:FUNCTION, each once"
             raise Error(f"--reward {spec}: a reward is {known}, and =WEIGHT")
@@ -1352,80 +1337,78 @@ def load_rewards(specs):
 
 
 @functools.cache
-def import_file(path):
-    """The module in a file, run once. It may import its neighbours. It is named by its
-    path: a file math.py must not become everybody's module math."""
+def run_file(path):
+    """What a Python file defines, {name: value}. It runs once, and may import its
+    neighbours."""
     sys.path.insert(0, os.path.dirname(path))
-    name = re.sub(r"\W", "_", path)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle looks for it
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(path)
 
 
 class Scores:
-    """What reward functions get for N completions of B prompts, and what they gave."""
+    """What reward functions get for N completions of B prompts, `columns`, and what
+    they gave: `outcome`, `step_rewards` and `logged`."""
 
     def __init__(self, run, rows, batch):
         ids = [x[mask].tolist() for x, mask in zip(batch.completion_ids, batch.mask)]
-        texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
         steps = [split_steps(run.tokenizer, x) for x in ids]
-        repeated = [row for row in rows for _ in range(len(ids) // len(rows))]
-        self.columns = {name: [row[name] for row in repeated] for name in rows[0]}
-        self.columns["completions"] = texts
-        self.columns["completion_ids"] = ids
-        self.columns["finished"] = [x[-1] in run.eos_token_ids for x in ids]
-        self.columns["steps"] = [lines for lines, _ in steps]
         self.step_ends = [ends for _, ends in steps]
-        num_steps = torch.tensor([len(ends) for ends in self.step_ends])  # (N,)
-        longest = max(1, num_steps.max().item())  # S
-        self.is_step = torch.arange(longest) < num_steps[:, None]  # (N, S)
-        self.num_groups = len(rows)
+        self.num_generations = len(ids) // len(rows)
+        repeated = [row for row in rows for _ in range(self.num_generations)]
+        self.columns = {name: [row[name] for row in repeated] for name in rows[0]}
+        self.columns.update(
+            completions=run.tokenizer.batch_decode(ids, skip_special_tokens=True),
+            completion_ids=ids,
+            finished=[x[-1] in run.eos_token_ids for x in ids],
+            steps=[texts for texts, _ in steps],
+        )
         self.length = batch.mask.shape[1]  # C
         self.scale_rewards = run.config.scale_rewards
-        # Weighted sums of rewards, in float64:
-        self.outcome = torch.zeros(len(ids), dtype=torch.float64)  # of completions
-        self.step_rewards = torch.zeros(self.is_step.shape, dtype=torch.float64)
-        # For the log: a completion counts with the mean of its steps as well.
-        self.rewards = {"reward": torch.zeros_like(self.outcome)}
+        # (N,): the weighted sum over functions that judge whole completions.
+        self.outcome = torch.zeros(len(ids), dtype=torch.float64)
+        # The same of those that judge steps: a sum for each step of all completions.
+        num_steps = sum(map(len, self.step_ends))
+        self.step_rewards = torch.zeros(num_steps, dtype=torch.float64)
+        # name: (N,). Rewards of steps are logged as their mean.
+        self.logged = {"reward": torch.zeros_like(self.outcome)}
 
-    def add(self, name, weight, rewards):
-        """Add what a function gave: (N,), or (N, S) if it judges steps."""
-        rewards = fill_unjudged(rewards, self.num_groups)
-        if rewards.dim() == 1:
-            means = rewards
-            self.outcome += weight * rewards
-        else:
-            means = masked_mean(rewards, self.is_step, dim=1)
+    def add(self, name, function, weight):
+        """Call a reward function and add what it gives."""
+        rewards, by_step = call_reward(name, function, self.columns)
+        # How many of these rewards a completion has; a group has G completions.
+        counts = [len(ends) if by_step else 1 for ends in self.step_ends]
+        fill_unjudged(rewards, counts, self.num_generations)
+        if by_step:
             self.step_rewards += weight * rewards
-        self.rewards[f"rewards/{name}"] = means
-        self.rewards["reward"] += weight * means
-
-    def measure(self):
-        """What is logged, {name: (N,) or (B,)}: each reward, and how groups differ."""
-        groups = self.rewards["reward"].float().view(self.num_groups, -1)  # (B, G)
-        return dict(
-            self.rewards,
-            reward_std=groups.std(1),
-            zero_std_fraction=(groups == groups[:, :1]).all(1),
-            truncated_fraction=~torch.tensor(self.columns["finished"]),
-        )
+            # nan_to_num: a completion without steps has 0.
+            means = torch.stack([x.mean() for x in rewards.split(counts)]).nan_to_num()
+        else:
+            self.outcome += weight * rewards
+            means = rewards
+        self.logged[f"rewards/{name}"] = means
+        self.logged["reward"] += weight * means
 
     def for_each_token(self, advantages):
         """Advantages of completions -> of tokens, (N,) -> (N, C): the same for all of a
-        completion, plus those of its steps by `process_advantages`, if any."""
-        advantages = advantages[:, None].expand(-1, self.length)
-        if not self.step_rewards.any():
-            return advantages
-        rows = zip(self.step_rewards, self.step_ends)
-        return advantages + process_advantages(
-            [row[: len(ends)].tolist() for row, ends in rows],
+        completion, plus those of its steps (0 without rewards of steps)."""
+        steps = self.step_rewards.split([len(ends) for ends in self.step_ends])
+        return advantages[:, None] + process_advantages(
+            [rewards.tolist() for rewards in steps],
             self.step_ends,
-            num_generations=len(advantages) // self.num_groups,
+            num_generations=self.num_generations,
             length=self.length,
             scale_rewards=self.scale_rewards,
         )
+
+
+def fill_unjudged(rewards, counts, num_generations):
+    """Replace NaN, what was not judged, by the mean of its group, or else of all, or 0:
+    so it has no advantage. counts: how many of the rewards each completion has."""
+    starts = range(0, len(counts), num_generations)
+    group_counts = [sum(counts[i : i + num_generations]) for i in starts]
+    for group in rewards.split(group_counts):  # views: `rewards` itself changes
+        group.nan_to_num_(nan=group.nanmean().item())  # still NaN if all of it is
+    rewards.nan_to_num_(nan=rewards.nanmean().item())
+    rewards.nan_to_num_(nan=0)
 
 
 def call_reward(name, function, columns):
@@ -1447,50 +1430,35 @@ def call_reward(name, function, columns):
 
 
 def read_rewards(returned, num_steps):
-    """What a reward function returned, as float64: (N,), or (N, S) if it judges steps.
-    For each completion it may return a finite number, of any type that `float` takes,
-    or None (not judged), or a list of numbers, one for each of its steps. In the result
-    NaN stands where there is no number. Raises `Error` with what is none of these."""
+    """What a reward function returned -> (rewards in a row, float64, and whether they
+    are of steps). For each completion it may return a finite number, of any type that
+    `float` takes, or None (not judged: NaN), or a list of numbers, one for each of its
+    steps. Raises `Error` with what is none of these."""
     values = as_list(returned)
     if not isinstance(values, list) or len(values) != len(num_steps):
         raise Error(f"{returned!r:.200}, and not a list of {len(num_steps)} values")
     values = [as_list(value) for value in values]
     by_step = any(isinstance(value, list) for value in values)
-    width = max(1, *num_steps) if by_step else 1
-    rows = []
-    for value, count in zip(values, num_steps):
-        numbers = value if by_step else [value]
+    rewards = []
+    for value, count in zip(values, num_steps if by_step else [1] * len(values)):
         if value is None:
-            numbers = []
-        elif not are_numbers(numbers) or len(numbers) != (count if by_step else 1):
-            raise Error(f"{value!r:.200} for a completion of {count} steps")
-        rows.append([*map(float, numbers)] + [math.nan] * (width - len(numbers)))
-    rewards = torch.tensor(rows, dtype=torch.float64)
-    return rewards if by_step else rewards[:, 0]
-
-
-def are_numbers(values):
-    """Whether this is a list of finite numbers."""
-    try:
-        return isinstance(values, list) and all(map(math.isfinite, values))
-    except (TypeError, OverflowError):  # a text, a list in a list, 10**400
-        return False
+            rewards += [math.nan] * count
+            continue
+        numbers = value if by_step else [value]
+        try:
+            right = isinstance(numbers, list) and all(map(math.isfinite, numbers))
+        except (TypeError, OverflowError):  # a text, a list in a list, 10**400
+            right = False
+        if not right or len(numbers) != count:
+            raise Error(f"{value!r:.200}, and not {count} finite numbers")
+        rewards += map(float, numbers)
+    return torch.tensor(rewards, dtype=torch.float64), by_step
 
 
 def as_list(value):
     """A list of what numpy, torch or a tuple holds; anything else as it is."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, tuple) else value
-
-
-def fill_unjudged(rewards, num_groups):
-    """Replace NaN, where nothing was judged, by the mean of its group, or else of all:
-    (N,) or (N, S). So it has no advantage. Of steps, places behind a completion's last
-    one are filled as well; they are not used."""
-    groups = rewards.view(num_groups, -1)
-    groups = groups.where(~groups.isnan(), groups.nanmean(1, keepdim=True))
-    groups = groups.where(~groups.isnan(), groups.nanmean())
-    return groups.nan_to_num().view_as(rewards)  # 0 if nothing is judged
 
 
 # ---------------------------------------------------------- rewards of reasoning steps
@@ -1544,9 +1512,8 @@ def ends_line(tokenizer, token):
 
 # ------------------------------------------------------------------------------ models
 def load_model(name, seed):
-    """(model in float32, tokenizer, EOS ids) of any causal language model, or the tiny
-    one; of a vision-language model its text model. ValueError if it is no such model.
-    """
+    """(model in float32, tokenizer, EOS ids) of a causal language model, of the text
+    model of a vision-language model, or of "tiny". ValueError if it is none."""
     if name == "tiny":
         model, tokenizer = tiny_model(seed)
     else:
@@ -1555,7 +1522,7 @@ def load_model(name, seed):
         tokenizer = AutoTokenizer.from_pretrained(name)
         config = AutoConfig.from_pretrained(name)
         text_config = config.get_text_config()
-        if hasattr(config, "tie_word_embeddings"):  # the whole model's decides
+        if hasattr(config, "tie_word_embeddings"):  # the whole model's value counts
             text_config.tie_word_embeddings = config.tie_word_embeddings
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
@@ -1567,7 +1534,7 @@ def load_model(name, seed):
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         if text_config is not config:
-            model._weight_conversions = None  # or saving would put that prefix back
+            model._weight_conversions = None  # else saving would put the prefix back
     model.to(DEVICE).eval()  # no dropout: sampling, old, new and reference agree
     eos = model.generation_config.eos_token_id  # it may disagree with the tokenizer's
     eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
@@ -1575,17 +1542,6 @@ def load_model(name, seed):
     if not eos_token_ids:
         raise ValueError("it has no EOS token")
     return model, tokenizer, eos_token_ids
-
-
-def max_positions(config):
-    """The most tokens for which a model has positions. Some models change the rotary
-    positions of a whole batch if one row is longer than in pre-training: none may be.
-    """
-    longest = getattr(config, "max_position_embeddings", None) or math.inf
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        longest = rope.get("original_max_position_embeddings", longest)
-    return longest
 
 
 # ------------------------------------------------------------------- several processes
@@ -1611,11 +1567,6 @@ def all_gather(value):
     return values
 
 
-def mean_over_ranks(number):
-    """The mean of the ranks' numbers."""
-    return sum(all_gather(number)) / WORLD_SIZE
-
-
 def share_of_rank(rows):
     """This rank's part of rows. All ranks have as many."""
     return rows[RANK::WORLD_SIZE][: len(rows) // WORLD_SIZE]
@@ -1633,10 +1584,10 @@ def local_shard(tensor):
 
 
 def shard(model, dtype, stay_whole):
-    """With several ranks, give each its part of a model's weights (FSDP2). When all
-    ranks call the model its weights are made whole, in `dtype`, until a backward pass.
-    Further calls need no other rank: each can sample as many tokens as it likes. If
-    stay_whole is false those of a decoder layer are whole only while it runs."""
+    """With several ranks, give each its part of a model's weights (FSDP2). A call of
+    the model, by all ranks, gathers them in `dtype`. If `stay_whole`, they are kept
+    until the next backward pass, so that each rank can sample on its own. Else each
+    decoder layer is gathered only while it runs."""
     if WORLD_SIZE == 1:
         return
     precision = fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -1645,6 +1596,7 @@ def shard(model, dtype, stay_whole):
             fsdp.fully_shard(
                 layer, mp_policy=precision, reshard_after_forward=not stay_whole
             )
+    # The output layer stays gathered: `shared_logprobs` needs it after the call.
     fsdp.fully_shard(model, mp_policy=precision, reshard_after_forward=False)
 
 
@@ -1656,8 +1608,7 @@ def check_empty(folder):
 
 
 def claim(run):
-    """Make the run's folder, or take an empty one, when there is something to write. Of
-    several runs only one can create its options.json."""
+    """Make the run's folder, or take an empty one, when there is something to write."""
     if run.output_dir:
         return
     name = f"{Path(run.config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1665,41 +1616,37 @@ def claim(run):
     if RANK == 0:
         folder.mkdir(parents=True, exist_ok=True)
         check_empty(folder)
-        with open(folder / "options.json", "x") as file:  # fails if it exists
-            file.write(json.dumps(dict(vars(run.config), started_in=os.getcwd())))
-    run.output_dir = all_gather(folder)[0]
+        with open(folder / "options.json", "x") as file:  # only one run can create it
+            file.write(json.dumps(vars(run.config)))
+    run.output_dir = all_gather(folder)[0]  # that of the first rank
     start_tracker(run)
 
 
 def start_tracker(run):
-    """Start wandb or trackio, which share an interface, under an id that is unique and
-    kept for resuming."""
+    """Start wandb or trackio, which share an interface. The folder's name and the time
+    when options.json was written are an id that is unique, and kept for resuming."""
     if run.tracker:
-        file = run.output_dir / "tracker-id"
-        if not file.exists():
-            file.write_text(f"{run.output_dir.name}-{time.time_ns():x}")
-        name = file.read_text()  # by which trackio knows a run
+        time_ns = (run.output_dir / "options.json").stat().st_mtime_ns
+        name = f"{run.output_dir.name}-{time_ns:x}"  # by which trackio knows a run
         os.environ["WANDB_RUN_ID"] = name
         options = vars(run.config)
         run.tracker.init(project="grpo", name=name, config=options, resume="allow")
 
 
 def save(run):
-    """Make the last finished step a checkpoint, in place of the one before, unless an
-    update of the next step has moved the weights, or they are not finite."""
+    """Make the last finished step a checkpoint, in place of the one before, unless the
+    weights have moved since, or are not finite."""
     if run.step == run.saved_step or run.optimizer.has_moved:
         return
-    # If this fails `save_at_the_end` comes here again, and returns above.
-    last, run.saved_step = run.saved_step, run.step
-    failed = f"step {run.step} is not saved, the last checkpoint is of step {last}"
+    run.saved_step = run.step  # if this fails it is not tried again at the end
     norm = math.hypot(*all_gather(get_total_norm(run.optimizer.masters).item()))
     if not math.isfinite(norm):
-        raise Error(f"{failed}: its weights are not finite.")
+        raise Error(f"step {run.step} is not saved: its weights are not finite.")
     folder = run.output_dir / f"checkpoint-{run.step}"
     try:
         write_folder(run, folder)
-    except Exception as error:  # whatever writing raises
-        raise Error(f"{failed}: {error!r:.200}") from error
+    except Exception as error:  # such as a full disk
+        raise Error(f"step {run.step} is not saved: {error!r:.200}") from error
     if RANK == 0:
         for old in run.output_dir.glob("checkpoint-*"):
             if re.fullmatch(r"checkpoint-\d+", old.name) and old != folder:
@@ -1707,9 +1654,9 @@ def save(run):
 
 
 def write_folder(run, folder):
-    """Write a folder that `from_pretrained` and vLLM load, and what resuming needs of
-    each rank -> its name, which it gets when it is whole. With LoRA the model is
-    merged, in float32, and `adapter/` is beside it."""
+    """Write a folder that `from_pretrained` and vLLM load, with what resuming needs. It
+    gets its name when it is whole. With LoRA the model is merged; `adapter/` is extra.
+    """
     partial = folder.with_name("partial")
     partial.mkdir(exist_ok=True)
     model = run.policy
@@ -1722,7 +1669,7 @@ def write_folder(run, folder):
                 tensor = tensor.full_tensor().to(dtype)  # takes all ranks
             if RANK == 0:
                 weights[key] = tensor.cpu()
-    if run.step:  # not of a supervised model, from which GRPO begins
+    if run.step:  # 0 for the model of `sft`, which is not resumed
         adamw = run.optimizer.adamw.state_dict()
         state = dict(masters=run.optimizer.masters, adamw=adamw)
         torch.save(state, partial / f"optimizer-{RANK}-of-{WORLD_SIZE}.pt")
@@ -1734,7 +1681,7 @@ def write_folder(run, folder):
     if RANK == 0:
         model.save_pretrained(partial, state_dict=weights)
         if weights:
-            model.config.dtype = dtype  # `save_pretrained` wrote float32, the shards'
+            model.config.dtype = dtype  # of `weights`; the shards are float32
             model.config.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
     all_gather(None)  # until all ranks have written
@@ -1759,27 +1706,21 @@ def restore(run):
         run.optimizer.adamw.load_state_dict(state["adamw"])
         for master, saved in zip(run.optimizer.masters, state["masters"]):
             master.copy_(saved)
-        run.optimizer.round_weights()  # the policy's weights, by their masters
+        run.optimizer.round_weights()  # the policy's weights from their masters
         run.step = run.saved_step = int(folder.rpartition("-")[2])
     if run.step >= run.config.max_steps:
         print0("it is finished; a greater --max-steps goes on with it")
     if RANK == 0:
-        shutil.rmtree(run.output_dir / "partial", ignore_errors=True)  # half of a save
-        # Options that were typed beside --resume hold from now on.
-        options = run.output_dir / "options.json"
-        text = json.dumps(dict(vars(run.config), started_in=os.getcwd()))
-        options.with_suffix(".new").write_text(text)
-        options.with_suffix(".new").replace(options)  # in one step
-        for name in ("metrics.jsonl", "completions.jsonl"):
-            cut_log(run, run.output_dir / name)
+        cut_log(run, run.output_dir / "metrics.jsonl")
+        cut_log(run, run.output_dir / "completions.jsonl")
     start_tracker(run)
 
 
 def cut_log(run, path):
-    """Leave in a log the rows up to the step that is resumed; of a run that begins anew
-    none. A kill may have torn the last row, which then lacks its line's end."""
+    """Keep the rows of a log up to the step that is resumed. A kill may have cut off
+    its last row."""
     path.touch()
-    last = run.step or -1
+    last = run.step or -1  # of a run that begins anew not even step 0 stays
     size = 0
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n") or json.loads(line)["step"] > last:
@@ -1794,9 +1735,10 @@ def arithmetic(model, seed):
     rng = random.Random(seed)
     rows = []
     for a, b in itertools.product(range(50), range(10)):
-        noisy = a + b + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
-        row = dict(prompt=f"{a}+{b}=", answer=a + b, solution=noisy)
-        if model != "tiny":
+        if model == "tiny":
+            noisy = a + b + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
+            row = dict(prompt=f"{a}+{b}=", answer=a + b, solution=noisy)
+        else:
             c, d = rng.choices(range(10, 100), k=2)
             prompt = f"Calculate {a} - {b} * ({c} - {d})."
             row = dict(prompt=prompt, answer=a - b * (c - d))
@@ -1858,20 +1800,13 @@ def parse_args(argv=None):
             nargs="+" if several else None,
             action="extend" if several else "store",
         )
-    words = sys.argv[1:] if argv is None else argv
-    # --num_generations is --num-generations.
-    words = [re.sub(r"^--[\w-]+", lambda x: x[0].replace("_", "-"), x) for x in words]
-    typed = vars(parser.parse_args(words))  # no defaults: they are suppressed
+    typed = vars(parser.parse_args(argv))  # no defaults: they are suppressed
     options = TINY if typed.get("model", "tiny") == "tiny" else {}
     if "resume" in typed:
         fixed = typed.keys() - {"resume", *RESUMABLE.split()}
         if fixed:
             raise Error(f"the run has its own {min(fixed)}; may be new: {RESUMABLE}")
-        typed["resume"] = os.path.abspath(typed["resume"])
         options = json.loads(Path(typed["resume"], "options.json").read_text())
-        started_in = options.pop("started_in", "")  # there its relative paths are right
-        if os.path.isdir(started_in):
-            os.chdir(started_in)
     return Config(**{**options, **typed})
 
 

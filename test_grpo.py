@@ -10,7 +10,6 @@ import inspect
 import json
 import math
 import os
-import pickle
 import random
 import re
 import signal
@@ -152,7 +151,7 @@ no number at all | None
 so 5↵#### 18↵That is 2 more. | 18
 """
 SAME = r"""
-$80,000|80000; 80,000.00|80000; 80{,}000|80000; 18.|18; \frac{1}{2}|0.5; 1/2|0.5
+$80,000|80000; 80,000.00|80000; 80{,}000|80000; (18.),|18; \frac{1}{2}|0.5; 1/2|0.5
 \dfrac{1}{2}|1/2; \tfrac{2}{4}|1/2; .5|1/2; 50%|50; 50\%|50; $.5$|0.5; -3|−3; 50\,\%|50
 +7|7; 7.0|7; x = 5|5; x=5|5; X = 5|5; \$18|18; $x = 5$|5; -\frac{1}{2}|-0.5; -$5|-5
 €5|5; 5 €|5; £1,234.50|2469/2; \frac{-1}{2}|-1/2; 007|7; 2/4|1/2; 0.1|1/10; \(7\)|7
@@ -237,7 +236,7 @@ SCORES = r"""
 ["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "0" | None | [0] * 6
 ["so 18", r"so \boxed{18} or 1", "#### 18"] | "18" | [False] * 3 | [0, 1, 1]
 [r"18 \boxed{18", "so 18"] | "18" | [False, True] | [0, 1]
-["1/2", "7", r"\boxed{7} \boxed{3}"] | ["3", "0.5"] | None | [1, 0, 1]
+["1/2", "7", r"\boxed{7} \boxed{.5}"] | "0.5" | None | [1, 0, 1]
 """
 FREE = r"""
 ["So it is $3\sqrt{7}$.", "So it is 7."] | "7" | None | [0, 1]
@@ -705,11 +704,6 @@ def test_values_that_agree_are_not_enough(monkeypatch):
     assert grpo.choose_logprobs(tiny_model()) == grpo.token_logprobs
 
 
-def test_lengths_at_which_log_probs_change_are_the_limit():
-    for kind, limit in dict(qwen2=64, phi3=16).items():
-        assert grpo.max_positions(tiny_model(kind).config) == limit
-
-
 @cases("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 @cases("function", ["shared_logprobs", "generate"])
 def test_a_fault_of_the_device_is_not_the_model(error, function, monkeypatch):
@@ -1080,21 +1074,17 @@ def test_wrong_options_are_named(option, capsys):
 def test_what_the_user_types_wins():
     tiny = grpo.parse_args([])
     assert tiny.learning_rate == grpo.TINY["learning_rate"] != grpo.Config.learning_rate
-    config = grpo.parse_args(["--learning-rate", "0.5", "--num_generations=4"])
+    config = grpo.parse_args(["--learning-rate", "0.5", "--num-generations=4"])
     assert (config.learning_rate, config.num_generations) == (0.5, 4)
     assert grpo.parse_args(["--model", "x"]) == grpo.Config(model="x")
 
 
-def test_a_run_is_resumed_from_any_folder_with_its_own_options(tmp_path, monkeypatch):
-    """In the folder where it began: there its relative paths are right."""
-    monkeypatch.chdir(tmp_path)
-    grpo.claim(grpo.Run(grpo.Config(model="x", beta=0.5, output_dir="run")))
-    monkeypatch.chdir(tmp_path.parent)
-    folder = f"{tmp_path.name}/run"
-    config = grpo.parse_args(["--resume", folder, "--max-steps", "2"])
-    assert Path(config.resume) == tmp_path / "run" and os.getcwd() == str(tmp_path)
+def test_a_run_is_resumed_with_its_own_options(tmp_path):
+    folder = f"{tmp_path}/run"
+    grpo.claim(grpo.Run(grpo.Config(model="x", beta=0.5, output_dir=folder)))
+    resume = ["--resume", folder]
+    config = grpo.parse_args([*resume, "--max-steps", "2"])
     assert (config.model, config.beta, config.max_steps) == ("x", 0.5, 2)
-    resume = ["--resume", config.resume]
     for word in "--seed --data --eval-data --sft-steps --lora-rank --model".split():
         with raises(Error, match="may be new: max_"):
             grpo.parse_args([*resume, word, "1"])
@@ -1106,27 +1096,27 @@ def test_a_run_is_resumed_from_any_folder_with_its_own_options(tmp_path, monkeyp
 # -------------------------------------------------------------------------------- data
 MESSAGES = [dict(role="user", content="1+1?")]
 ROWS = values(r"""
-'{"prompt": "1+1?", "answer": null, "solution": "2"}' | "1+1?" | ["2"]
-r'{"prompt": "1+1?", "answer": "\\[2\\]"}' | "1+1?" | [r"\[2\]"]
-'{"question": "1+1?", "answer": "1 and 1\\n#### 1,002"}' | "1+1?" | ["1,002"]
-r'{"problem": "1+1?", "solution": "so \\boxed{\\frac12}"}' | "1+1?" | [r"\frac12"]
-'{"prompt": "1+1?", "answer": 0}' | "1+1?" | ["0"]
-'{"prompt": "1+1?", "answer": [0.5, " two"]}' | "1+1?" | ["0.5", "two"]
-'{"prompt": "1\u2028?\x85", "answer": "2"}\n\n' | "1\u2028?\x85" | ["2"]
-json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | ["2"]
-'{"prompt": "1+1?", "solution": "2"}' | "1+1?" | ["2"]
-'\n{"prompt": "1+1?", "answer": "2"}\n\n' | "1+1?" | ["2"]
-""")  # line, prompt, answers
+'{"prompt": "1+1?", "answer": null, "solution": "2"}' | "1+1?" | "2"
+r'{"prompt": "1+1?", "answer": "\\[2\\]"}' | "1+1?" | r"\[2\]"
+'{"question": "1+1?", "answer": "1 and 1\\n#### 1,002"}' | "1+1?" | "1,002"
+r'{"problem": "1+1?", "solution": "so \\boxed{\\frac12}"}' | "1+1?" | r"\frac12"
+'{"prompt": "1+1?", "answer": 0}' | "1+1?" | "0"
+'{"prompt": "1+1?", "answer": 0.5}' | "1+1?" | "0.5"
+'{"prompt": "1\u2028?\x85", "answer": "2"}\n\n' | "1\u2028?\x85" | "2"
+json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | "2"
+'{"prompt": "1+1?", "solution": "2"}' | "1+1?" | "2"
+'\n{"prompt": "1+1?", "answer": "2"}\n\n' | "1+1?" | "2"
+""")  # line, prompt, answer
 
 
-@cases("line, prompt, answers", ROWS)
+@cases("line, prompt, answer", ROWS)
 @cases("name", ["data.jsonl", "data"])
-def test_data_in_the_usual_forms(tmp_path, name, line, prompt, answers):
+def test_data_in_the_usual_forms(tmp_path, name, line, prompt, answer):
     path = tmp_path / name
     path.write_text(line, encoding="utf-8")
     (row,) = grpo.read_rows(str(path), need_answers=True)
     assert row["prompt"] == prompt
-    assert grpo.gold_answers(row["answer"]) == answers
+    assert grpo.gold_answer(row["answer"]) == answer
 
 
 WRONG_LINES = r"""{"prompt":
@@ -1172,11 +1162,9 @@ def test_a_data_set_of_the_hub_keeps_its_slice(monkeypatch):
 
 
 @cases("size, num_held_out", [(300, 30), (9, 0)])
-def test_held_out_rows_are_any_and_never_trained_on(
-    tmp_path, size, num_held_out, capsys
-):
+def test_held_out_rows_are_any_and_never_trained_on(tmp_path, size, num_held_out):
     data = [dict(prompt=str(i), answer=i) for i in range(size)]
-    data[7].update(level=5, steps=1)  # other rows lack these: rewards get None
+    data[7].update(level=5)  # other rows lack it: rewards get None
     config = grpo.Config(data=f"{tmp_path}/data.jsonl")
     Path(config.data).write_text("\n".join(map(json.dumps, data)))
     rows, held_out = grpo.set_up(grpo.Run(config))
@@ -1184,7 +1172,6 @@ def test_held_out_rows_are_any_and_never_trained_on(
     assert sorted(answers) == list(range(size)) and len(held_out) == num_held_out
     assert max(answers[:30]) >= size / 2  # by chance: 1 in 10**9
     assert {row.get("level", 0) for row in rows} <= {5, None}
-    assert "columns ['steps'] are replaced" in capsys.readouterr().out
 
 
 @cases("model", ["tiny", "other"])
@@ -1354,8 +1341,8 @@ def score(
 
 def test_a_reward_of_ones_own_sees_copies_of_every_column(mine):
     scores = score([f"{mine}:sees=-2", "accuracy"])
-    assert scores.rewards["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
-    assert scores.rewards["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
+    assert scores.logged["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert scores.logged["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
     assert scores.outcome.tolist() == [0.0, -1.0, 0.0, -2.0]  # the weighted sum
     assert not scores.step_rewards.any()
 
@@ -1369,7 +1356,7 @@ def test_the_end_of_a_text_that_was_cut_off_is_no_answer():
 
 
 def test_rewards_come_from_that_very_file_run_once(tmp_path):
-    """Of any name, also one that another folder has; pickle finds it."""
+    """Of any name, also one that another folder has."""
     source = f"open({str(tmp_path / 'log')!r}, 'a').write('x')\ndef f(): return %d"
     for i, name in enumerate(["a=1/own.py", "b/own.py", "b/math.py", "b/code.py"]):
         path = tmp_path / name
@@ -1377,7 +1364,6 @@ def test_rewards_come_from_that_very_file_run_once(tmp_path):
         path.write_text(source % i)
         ((function, weight),) = grpo.load_rewards([f"{path}:f=0.5"]).values()
         assert (function(), weight) == (i, 0.5)
-        assert pickle.loads(pickle.dumps(function)) is function
         grpo.load_rewards([f"{path}:f"])
     assert (tmp_path / "log").read_text() == "x" * 4
     assert sys.modules["math"] is math
@@ -1388,7 +1374,7 @@ def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert not score([f"{mine}:judges_none"]).outcome.any()
     scores = score([f"{mine}:judges_some"], num_rows=4)  # as an evaluation does
-    assert scores.rewards["rewards/judges_some"].mean() == 0.5
+    assert scores.logged["rewards/judges_some"].mean() == 0.5
 
 
 LINES = r"""
@@ -1411,16 +1397,16 @@ def test_steps_end_where_their_lines_do(text, ends):
 
 # What a function returns for completions of two steps and of one; what it means.
 RETURNED = """
-np.array([0.1, 1]) | [[0.1], [1]]
-[np.float64(0.5), np.float32(1)] | [[0.5], [1]]
-(np.bool_(True), np.int64(3)) | [[1], [3]]
-torch.tensor([0.5, 1], requires_grad=True) | [[0.5], [1]]
-[torch.tensor(0.5), Fraction(1, 4)] | [[0.5], [0.25]]
-[None, Decimal(1)] | [[nan], [1]]
-np.array([None, True]) | [[nan], [1]]
-[[1, 0.5], [0]] | [[1, 0.5], [0, nan]]
-[np.array([1, 0.5]), None] | [[1, 0.5], [nan, nan]]
-[(True, torch.tensor(2)), torch.tensor([1.0])] | [[1, 2], [1, nan]]
+np.array([0.1, 1]) | [0.1, 1]
+[np.float64(0.5), np.float32(1)] | [0.5, 1]
+(np.bool_(True), np.int64(3)) | [1, 3]
+torch.tensor([0.5, 1], requires_grad=True) | [0.5, 1]
+[torch.tensor(0.5), Fraction(1, 4)] | [0.5, 0.25]
+[None, Decimal(1)] | [nan, 1]
+np.array([None, True]) | [nan, 1]
+[[1, 0.5], [0]] | [1, 0.5, 0]
+[np.array([1, 0.5]), None] | [1, 0.5, nan]
+[(True, torch.tensor(2)), torch.tensor([1.0])] | [1, 2, 1]
 """
 NOT_RETURNED = """None; 1.0; np.float64(1); "10"; {}; {0: 1, 1: 1}; {0, 1}; iter([1, 2])
 [1]; [1, 2, 3]; np.ones((1, 2)); ["1", 0]; [b"1", 0]; [np.str_("1"), 0]; [1, {}]
@@ -1438,9 +1424,10 @@ def call_reward(returned):
 
 @cases("returned, expected", table(RETURNED))
 def test_a_reward_is_whatever_float_takes(returned, expected):
-    found = call_reward(returned).view(2, -1)
+    found, by_step = call_reward(returned)
     expected = torch.tensor(eval(expected, dict(nan=math.nan)), dtype=torch.float64)
     assert_close(found, expected, equal_nan=True, atol=0, rtol=0)
+    assert by_step == (len(found) == 3)
 
 
 @cases("returned", re.split("; |\n", NOT_RETURNED))
@@ -1491,7 +1478,8 @@ def readme(tmp_path):
     path = tmp_path / "rewards.py"
     (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
     path.write_text(block)
-    return grpo.import_file(str(path))
+    functions = grpo.run_file(str(path))
+    return SimpleNamespace(**functions, constants=functions["judge"].__globals__)
 
 
 def test_the_reward_model_of_the_readme(readme, tmp_path):
@@ -1502,7 +1490,7 @@ def test_the_reward_model_of_the_readme(readme, tmp_path):
     config = transformers.Qwen2Config(vocab_size=47, num_labels=1, **options)
     model = transformers.Qwen2ForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
-    readme.REWARD_MODEL = str(tmp_path)
+    readme.constants["REWARD_MODEL"] = str(tmp_path)
     texts = ["so " * (7 * i % 10) + str(i) for i in range(20)]
     expected = []
     for text in texts:
@@ -1512,7 +1500,7 @@ def test_the_reward_model_of_the_readme(readme, tmp_path):
     assert scores == approx(expected, abs=1e-4)
 
 
-def test_the_judge_of_the_readme(readme, tmp_path, monkeypatch):
+def test_the_judge_of_the_readme(readme, tmp_path):
     """By a real pipeline; what a reply without a mark scores is not judged."""
     model, tokenizer = grpo.tiny_model(0)
     tokenizer.chat_template = "{{ messages[0].content }}"
@@ -1520,7 +1508,7 @@ def test_the_judge_of_the_readme(readme, tmp_path, monkeypatch):
         saved.save_pretrained(tmp_path)
     chats = [[dict(role="user", content=f"{i}+1=")] for i in range(3)]
     columns = dict(prompts=[""] * 3, completions=["<#>", "2", "3"], messages=chats)
-    readme.JUDGE = str(tmp_path)
+    readme.constants["JUDGE"] = str(tmp_path)
     assert len(readme.judge(**columns)) == 3
     asked = []
 
@@ -1528,7 +1516,7 @@ def test_the_judge_of_the_readme(readme, tmp_path, monkeypatch):
         asked.extend(chat[0]["content"] for chat in chats)
         return [[dict(generated_text=x)] for x in ("10", "Mark: 7/10", "100 or so")]
 
-    monkeypatch.setattr(readme, "load", lambda task, name: pipeline)
+    readme.constants["load"] = lambda task, name: pipeline
     assert readme.judge(**columns) == [1.0, 0.7, None]
     assert asked[0].startswith("0+1=") and asked[0].endswith("<#>")
 
@@ -1610,7 +1598,6 @@ QUICK = "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 "
 QUICK += "--eval-every 3 --warmup-steps 2"
 VARIED = """
 import os
-import pickle
 import signal
 calls = []
 
@@ -1647,7 +1634,7 @@ def varied(tmp_path_factory):
 def train(folder, *options):
     """A run in this process -> its training steps."""
     words = " ".join(map(str, options)).split()
-    grpo.import_file.cache_clear()  # as in a process of its own
+    grpo.run_file.cache_clear()  # as in a process of its own
     grpo.train(grpo.parse_args([*words, "--output-dir", str(folder)]))
     return [row for row in metrics_of(folder) if "loss" in row]
 
@@ -1669,7 +1656,7 @@ def forget_modules():
     yield
     sys.path[:] = path
     sys.modules.pop("neighbour", None)
-    grpo.import_file.cache_clear()
+    grpo.run_file.cache_clear()
 
 
 def start(*options):
@@ -2099,15 +2086,15 @@ def test_what_cannot_be_saved_leaves_the_checkpoint_before(
 ):
     """Weights that are not finite, or a full disk."""
     train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
-    with raises(Error, match="step 5 is not saved.* step 4: .* finite"):
+    with raises(Error, match="step 5 is not saved: .* finite"):
         resume(tmp_path, "--max-steps 20 --learning-rate 1e30")
     with monkeypatch.context() as full:
         full.setattr(torch, "save", mock.Mock(side_effect=OSError("no space left")))
         with raises(Error, match="step 5 is not saved.*no space left") as stop:
-            resume(tmp_path, "--learning-rate 1e-3")
+            resume(tmp_path, "--max-steps 20")
     assert stop.value.__context__.__context__ is None  # it was tried once
     assert saved_steps(tmp_path) == [4]
-    resume(tmp_path)
+    resume(tmp_path, "--max-steps 20")
     assert saved_steps(tmp_path) == [20]
 
 
@@ -2255,7 +2242,7 @@ def on_each_rank(folder):
     os.environ.pop("STOP_AT", None)
     if grpo.RANK == 1:
         os.environ["FAIL_AT"] = "2"
-    grpo.import_file.cache_clear()
+    grpo.run_file.cache_clear()
     with raises(grpo.Stop, match="the reward varied raised .*out of coffee"):
         resume(f"{folder}/cut")
     os.environ.pop("FAIL_AT", None)
