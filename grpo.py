@@ -18,14 +18,11 @@ Shapes: B prompts, G samples of each, N = B*G completions (b*G … b*G+G-1 belon
 prompt b), P prompt length (left-padded), C completion length (right-padded),
 V vocabulary, H hidden size, M all completion tokens without padding.
 
-The rooms of this file, in order:
-  - all of GRPO, in its plain form: "GRPO in numbers", "samples and log-probs",
-    "one step"
-  - the same made better, and tested to be equal: "the same, faster", "the same, in
-    less memory"
-  - the program around it: "training", "data and prompts", "rewards", "rewards of
-    reasoning steps", "models", "several processes", "checkpoints", "built-in task and
-    model", "command line"
+The rooms of this file, in order. All of GRPO, in its plain form: GRPO in numbers,
+samples and log-probs, one step. The same made better, and tested to be equal: the same,
+faster; the same, in less memory. The program around it: training, data and prompts,
+rewards, rewards of reasoning steps, models, several processes, checkpoints, built-in
+task and model, command line.
 """
 
 import argparse
@@ -96,9 +93,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if num_generations < 2 or len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
     groups = 1.0 * rewards.reshape(-1, num_generations)  # (B, G); also of integers
-    # Equal rewards must have advantages of exactly 0. By rounding of their mean, eight
-    # of 0.1 would have -0.4. Less the group's first reward, they are exact zeros, and
-    # no other advantage changes.
+    # Equal rewards must have advantages of exactly 0; by rounding of their mean, eight
+    # of 0.1 would have -0.4. So the group's first reward is subtracted from all first.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -369,7 +365,6 @@ def train_step(run, train_rows, step):
     )
     for name, values in measured.items():
         metrics[name] = values.double().mean().item()
-    metrics["num_tokens"] = sum(all_gather(batch.mask.sum().item()))  # of all ranks
     metrics["learning_rate"] = learning_rate
     metrics["rollout_seconds"] = rollout_end - start
     metrics["update_seconds"] = end - rollout_end
@@ -416,12 +411,13 @@ def update(run, batch, learning_rate):
     # Parts that fit into memory, without groups that have no gradient.
     parts = micro_batches(run, batch)
     reference_logprobs(run, parts)
+    metrics = defaultdict(float)
+    metrics["num_tokens"] = sum(all_gather(batch.mask.sum().item()))  # of all ranks
     # Gradients will be averaged over ranks (processes). Their sums over tokens are to
     # be divided by the tokens of all: so each rank divides by (tokens of all) / ranks.
     # Ranks have equally many sequences: each divides by its own number of them.
-    num_tokens = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
+    num_tokens = metrics["num_tokens"] / WORLD_SIZE
     sizes = [part.mask.sum().item() for part in parts]  # in tokens
-    metrics = defaultdict(float)
     for _ in range(config.num_iterations):
         for part, size in zip(parts, sizes):
             logp = batch_logprobs(run, run.policy, part)
@@ -515,8 +511,7 @@ class PromptCache(DynamicCache):
     is_complete = False  # True once the prompts have run
 
     def update_recurrent_state(self, states, *args, **options):
-        """transformers calls this to store a layer's new states, and goes on with what
-        it returns."""
+        """transformers stores a layer's states by this, and goes on with its result."""
         if self.is_complete:
             return states
         return super().update_recurrent_state(states, *args, **options)
@@ -540,8 +535,7 @@ def hidden_states(model, ids, attention_mask, cache, keep):
 class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature) at the targets -> (M,) float32.
     hidden: (M, H); weight: (V, H); targets: (M,). The logits of v words of the V are in
-    memory at a time, and computed again in backward. As in `sample` they are divided in
-    float32."""
+    memory at a time, and are computed again in backward."""
 
     logits_at_once = 2**25 if ON_GPU else 2**19  # M*v; 2**19 fit into a CPU's cache
 
@@ -585,8 +579,7 @@ class ChunkedLogprobs(torch.autograd.Function):
 def choose_logprobs(model):
     """`shared_logprobs` if it is right for this model, else `token_logprobs`; says
     which. Log-probs and gradients of two completions are compared with those of plain
-    forward passes, in float32. Raises ValueError if neither agrees with them, or if
-    sampling does not."""
+    forward passes in float32. ValueError if neither agrees, or if sampling does not."""
     prompts = [2, 3, 4, 2, 3], [5, 6]  # only the second is padded
     prompt_ids, prompt_mask = pad(prompts, "left")
     length, no_eos = 8, -1  # both completions have 8 tokens
@@ -610,9 +603,8 @@ def choose_logprobs(model):
         return [logp, *torch.autograd.grad(logp.sum(), weight)]
 
     candidates = [shared_logprobs, token_logprobs]
-    # Some models cap or scale their logits, which `shared_logprobs` does not. Where
-    # logits are small the comparison may miss that. So it is out if an option such as
-    # final_logit_softcapping has an effect: a value other than None, 0 and 1.
+    # Some models cap or scale their logits, which shows only where they are large. So
+    # an option such as final_logit_softcapping decides, unless it is None, 0 or 1.
     for option, value in vars(model.config).items():
         if re.search("logit|lm_head", option) and value not in (None, 0, 1):
             candidates = [token_logprobs]
@@ -627,9 +619,8 @@ def choose_logprobs(model):
 
 
 def check_sampling(ids, logits):
-    """Raise ValueError unless two greedy completions, (2, C), are the most probable
-    tokens by plain logits, (2, C, V). The first prompt is not padded: there only the
-    cache can be wrong."""
+    """Raise ValueError unless two greedy completions, (2, C), are the best tokens by
+    plain logits, (2, C, V). Only the second prompt is padded."""
     for tokens, best, cause in zip(ids, logits.argmax(2), ("its cache", "padding")):
         if not torch.equal(tokens, best):
             raise ValueError(f"{cause} changes what it samples")
@@ -659,9 +650,8 @@ def micro_batches(run, batch):
 
 
 def groups_with_gradient(run, batch):
-    """The indices of each prompt's completions: a list of lists. Without a KL term a
-    group whose advantages are all 0 has no gradient. One group stays, as something
-    must run backward."""
+    """The indices of each prompt's completions: a list of lists. Without a KL term only
+    groups with an advantage that is not 0; or one other, as something must run."""
     groups = torch.arange(len(batch.mask)).view(len(batch.prompt_ids), -1).tolist()
     if run.reference is None:
         moving = [group for group in groups if batch.advantages[group].any()]
@@ -734,8 +724,7 @@ class MasterAdamW:
             # Gradients of bfloat16 weights too add up in float32, which loses none.
             param.grad_dtype = torch.float32
         self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
-        # Whether weights have moved since the last finished training step. `train`
-        # resets it. If it is true, `save` does not save half of a step.
+        # Since the last finished training step: `save` does not save half of a step.
         self.has_moved = False
 
     def step(self, learning_rate, max_grad_norm):
@@ -985,10 +974,8 @@ def set_up(run):
         random.Random(config.seed).shuffle(rows)
         num_held_out = min(64, len(rows) // 10)
         eval_rows, rows = rows[:num_held_out], rows[num_held_out:]
-    name = config.model
-    if config.sft_steps:  # GRPO and its reference start from what these leave
-        name = sft(run, rows)
-    run.load(name)
+    # GRPO and its reference start from what the supervised steps leave.
+    run.load(sft(run, rows) if config.sft_steps else config.model)
     rows, eval_rows = encode_prompts(rows, run), encode_prompts(eval_rows, run)
     return share_of_rank(rows), share_of_rank(eval_rows)
 
@@ -1116,8 +1103,8 @@ def as_messages(prompt):
 
 
 def chat_template_fits(tokenizer, eos_token_ids):
-    """Whether the chat template ends turns with an EOS. If not, it is that of another
-    model, as with many base models."""
+    """Whether the chat template ends turns with an EOS. That of many base models does
+    not: it is another model's."""
     if not tokenizer.chat_template:
         return False
     question = dict(role="user", content="?")
@@ -1136,13 +1123,10 @@ def needs_answers(config):
 
 
 def encode_prompts(rows, run):
-    """The rows that fit, with "prompts" (texts), "prompt_ids" and "messages". The
-    prompt template is put around the last message of the user; then come the system
-    prompt and the chat template."""
+    """The rows that fit, with "prompts" (texts), "prompt_ids" and "messages". First the
+    prompt template, for the user's last message, then system prompt, chat template."""
     config = run.config
     positions = getattr(run.policy.config, "max_position_embeddings", None) or math.inf
-    if positions <= config.max_completion_length:
-        raise Error("--max-completion-length exceeds the positions of the model")
     longest = min(config.max_prompt_length, positions - config.max_completion_length)
     chat = config.chat_template == "on"
     if config.chat_template == "auto":
@@ -1278,7 +1262,7 @@ def math_reward(prompts, completions, answer, finished=None, **columns):
     from math_verify import parse, verify
 
     # As if all were cut off, as then only a box or #### counts: the last number of "so
-    # it is $3\\sqrt{7}$" is not 7.
+    # it is $3\sqrt{7}$" is not 7.
     none_finished = [False] * len(completions)
     scores = accuracy_reward(prompts, completions, answer, finished=none_finished)
     for i, text in enumerate(completions):
@@ -1322,10 +1306,8 @@ def load_rewards(specs):
     for spec in specs:
         target, weight = re.fullmatch(r"(.*?)(?:=(-?\d*\.?\d+))?", spec).groups()
         path, _, name = target.rpartition(":")
-        functions = {}  # by name
-        if not path:
-            functions = REWARDS
-        elif path.endswith(".py") and os.path.isfile(path):
+        functions = {} if path else REWARDS  # by name
+        if os.path.isfile(path):
             functions = run_file(path)
         if not callable(functions.get(name)) or name in rewards:
             known = f"{', '.join(REWARDS)} or FILE.py:FUNCTION, each once"
@@ -1338,8 +1320,7 @@ def load_rewards(specs):
 
 @functools.cache
 def run_file(path):
-    """What a Python file defines, {name: value}. It runs once, and may import its
-    neighbours."""
+    """{name: value} of a Python file, run once. It may import its neighbours."""
     sys.path.insert(0, os.path.dirname(path))
     return runpy.run_path(path)
 
@@ -1407,8 +1388,7 @@ def fill_unjudged(rewards, counts, num_generations):
     group_counts = [sum(counts[i : i + num_generations]) for i in starts]
     for group in rewards.split(group_counts):  # views: `rewards` itself changes
         group.nan_to_num_(nan=group.nanmean().item())  # still NaN if all of it is
-    rewards.nan_to_num_(nan=rewards.nanmean().item())
-    rewards.nan_to_num_(nan=0)
+    rewards.nan_to_num_(nan=rewards.nanmean().nan_to_num().item())
 
 
 def call_reward(name, function, columns):
@@ -1431,8 +1411,8 @@ def call_reward(name, function, columns):
 
 def read_rewards(returned, num_steps):
     """What a reward function returned -> (rewards in a row, float64, and whether they
-    are of steps). For each completion it may return a finite number, of any type that
-    `float` takes, or None (not judged: NaN), or a list of numbers, one for each of its
+    are of steps). For each completion it may return a finite number (of Python, numpy
+    or torch), or None (not judged: NaN), or a list of numbers, one for each of its
     steps. Raises `Error` with what is none of these."""
     values = as_list(returned)
     if not isinstance(values, list) or len(values) != len(num_steps):
@@ -1441,15 +1421,14 @@ def read_rewards(returned, num_steps):
     by_step = any(isinstance(value, list) for value in values)
     rewards = []
     for value, count in zip(values, num_steps if by_step else [1] * len(values)):
-        if value is None:
-            rewards += [math.nan] * count
-            continue
         numbers = value if by_step else [value]
         try:
             right = isinstance(numbers, list) and all(map(math.isfinite, numbers))
-        except (TypeError, OverflowError):  # a text, a list in a list, 10**400
+        except (TypeError, OverflowError):  # None, a text, a list in a list, 10**400
             right = False
-        if not right or len(numbers) != count:
+        if value is None:
+            numbers = [math.nan] * count
+        elif not right or len(numbers) != count:
             raise Error(f"{value!r:.200}, and not {count} finite numbers")
         rewards += map(float, numbers)
     return torch.tensor(rewards, dtype=torch.float64), by_step
@@ -1635,13 +1614,10 @@ def start_tracker(run):
 
 def save(run):
     """Make the last finished step a checkpoint, in place of the one before, unless the
-    weights have moved since, or are not finite."""
+    weights have moved since."""
     if run.step == run.saved_step or run.optimizer.has_moved:
         return
     run.saved_step = run.step  # if this fails it is not tried again at the end
-    norm = math.hypot(*all_gather(get_total_norm(run.optimizer.masters).item()))
-    if not math.isfinite(norm):
-        raise Error(f"step {run.step} is not saved: its weights are not finite.")
     folder = run.output_dir / f"checkpoint-{run.step}"
     try:
         write_folder(run, folder)
@@ -1655,8 +1631,7 @@ def save(run):
 
 def write_folder(run, folder):
     """Write a folder that `from_pretrained` and vLLM load, with what resuming needs. It
-    gets its name when it is whole. With LoRA the model is merged; `adapter/` is extra.
-    """
+    gets its name when it is whole. With LoRA the model is merged, beside `adapter/`."""
     partial = folder.with_name("partial")
     partial.mkdir(exist_ok=True)
     model = run.policy
@@ -1708,8 +1683,6 @@ def restore(run):
             master.copy_(saved)
         run.optimizer.round_weights()  # the policy's weights from their masters
         run.step = run.saved_step = int(folder.rpartition("-")[2])
-    if run.step >= run.config.max_steps:
-        print0("it is finished; a greater --max-steps goes on with it")
     if RANK == 0:
         cut_log(run, run.output_dir / "metrics.jsonl")
         cut_log(run, run.output_dir / "completions.jsonl")
@@ -1717,8 +1690,7 @@ def restore(run):
 
 
 def cut_log(run, path):
-    """Keep the rows of a log up to the step that is resumed. A kill may have cut off
-    its last row."""
+    """Keep a log's rows up to the step that is resumed; the last may be cut off."""
     path.touch()
     last = run.step or -1  # of a run that begins anew not even step 0 stays
     size = 0
