@@ -986,7 +986,7 @@ def sft(run, rows):
     if run.output_dir and (run.output_dir / "sft").exists():  # made before resuming
         return f"{run.output_dir}/sft"
     config = dataclasses.replace(run.config, beta=0, num_iterations=1, temperature=1.0)
-    pupil = Run(config)
+    pupil = Run(config)  # for its models and optimizer alone
     pupil.load(config.model)
     examples = []  # token ids of prompt and solution
     for row in encode_prompts(rows, pupil):
@@ -1779,7 +1779,7 @@ def parse_args(argv=None):
         if fixed:
             raise Error(f"the run has its own {min(fixed)}; may be new: {RESUMABLE}")
         options = json.loads(Path(typed["resume"], "options.json").read_text())
-    return Config(**{**options, **typed})
+    return Config(**{**options, **typed})  # what is typed wins
 
 
 def main():
