@@ -94,7 +94,7 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
     groups = 1.0 * rewards.reshape(-1, num_generations)  # (B, G); also of integers
     # Equal rewards must have advantages of exactly 0; by rounding of their mean, eight
-    # of 0.1 would have -0.4. So the group's first reward is subtracted from all first.
+    # of 0.1 would have -0.4. Less the group's first reward, they are exact zeros.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -603,8 +603,8 @@ def choose_logprobs(model):
         return [logp, *torch.autograd.grad(logp.sum(), weight)]
 
     candidates = [shared_logprobs, token_logprobs]
-    # Some models cap or scale their logits, which shows only where they are large. So
-    # an option such as final_logit_softcapping decides, unless it is None, 0 or 1.
+    # A cap on logits shows only where these are large. So an option of such a name
+    # (final_logit_softcapping) rules `shared_logprobs` out, unless None, 0 or 1.
     for option, value in vars(model.config).items():
         if re.search("logit|lm_head", option) and value not in (None, 0, 1):
             candidates = [token_logprobs]
@@ -651,7 +651,7 @@ def micro_batches(run, batch):
 
 def groups_with_gradient(run, batch):
     """The indices of each prompt's completions: a list of lists. Without a KL term only
-    groups with an advantage that is not 0; or one other, as something must run."""
+    of groups whose advantages are not all 0, but of one at least, to run backward."""
     groups = torch.arange(len(batch.mask)).view(len(batch.prompt_ids), -1).tolist()
     if run.reference is None:
         moving = [group for group in groups if batch.advantages[group].any()]
@@ -724,7 +724,7 @@ class MasterAdamW:
             # Gradients of bfloat16 weights too add up in float32, which loses none.
             param.grad_dtype = torch.float32
         self.adamw = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
-        # Since the last finished training step: `save` does not save half of a step.
+        # Have weights moved since the last finished training step? Then none is saved.
         self.has_moved = False
 
     def step(self, learning_rate, max_grad_norm):
@@ -1123,8 +1123,8 @@ def needs_answers(config):
 
 
 def encode_prompts(rows, run):
-    """The rows that fit, with "prompts" (texts), "prompt_ids" and "messages". First the
-    prompt template, for the user's last message, then system prompt, chat template."""
+    """The rows that fit, with "prompts" (texts), "prompt_ids", "messages". The prompt
+    template goes around the user's last message; then system prompt, chat template."""
     config = run.config
     positions = getattr(run.policy.config, "max_position_embeddings", None) or math.inf
     longest = min(config.max_prompt_length, positions - config.max_completion_length)

@@ -1406,6 +1406,7 @@ torch.tensor([0.5, 1], requires_grad=True) | [0.5, 1]
 np.array([None, True]) | [nan, 1]
 [[1, 0.5], [0]] | [1, 0.5, 0]
 [np.array([1, 0.5]), None] | [1, 0.5, nan]
+[None, [0.5]] | [nan, nan, 0.5]
 [(True, torch.tensor(2)), torch.tensor([1.0])] | [1, 2, 1]
 """
 NOT_RETURNED = """None; 1.0; np.float64(1); "10"; {}; {0: 1, 1: 1}; {0, 1}; iter([1, 2])
@@ -2155,6 +2156,7 @@ MISTAKES = """--model no/such/folder | no/such/folder
 --resume {folder}/none | options.json
 --output-dir {folder} | not empty
 --reward accuracy =0.2 | --reward =0.2
+--reward missing.py:accuracy | --reward missing.py:accuracy
 --reward math | pip install math_verify
 --prompt-template 1+1= | {{question}}
 --prompts-per-step 5000 | prompts-per-step
