@@ -18,8 +18,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -47,12 +45,11 @@ assert_near = functools.partial(assert_close, atol=1e-5, rtol=1e-5)
 
 
 def table(text):
-    """The lines of a text, each a list of what stands between its bars."""
-    return [line.split(" | ") for line in text.strip().splitlines()]
+    """The cells of each row; rows are lines, or parts of a line between ;; signs."""
+    return [row.split(" | ") for row in re.split(" ;; |\n", text.strip())]
 
 
 def values(text):
-    """The same of Python expressions."""
     return [[eval(cell) for cell in row] for row in table(text)]
 
 
@@ -61,9 +58,8 @@ def numbers(text):
 
 
 def watch(monkeypatch, name):
-    """Note the arguments of each call of a function in the list returned."""
-    calls = []
-    function = getattr(grpo, name)
+    """A list of the arguments of each call of a function from now on."""
+    calls, function = [], getattr(grpo, name)
 
     def noting(*args, **options):
         calls.append(args)
@@ -82,12 +78,8 @@ ADVANTAGES = """
 0.1 0.2 2.2 0.1 5 0.3 | 3 | group | -0.61904 -0.53463 1.15367 -0.61304 1.15395 -0.54092
 """
 RATIOS = """
-0.9 0.5 0.9354 1.1225
-0.9 0.5 -0.9354 -1.6837
-0.2 0.5 0.9354 0.3742
-0.2 0.5 -0.9354 -0.7483
-0.7 0.5 0.9354 1.1225
-0.7 0.5 -0.9354 -1.3096
+0.9 0.5 0.9354 1.1225 ;; 0.9 0.5 -0.9354 -1.6837 ;; 0.2 0.5 0.9354 0.3742
+0.2 0.5 -0.9354 -0.7483 ;; 0.7 0.5 0.9354 1.1225 ;; 0.7 0.5 -0.9354 -1.3096
 """  # new and old probability, advantage, surrogate
 
 
@@ -98,21 +90,41 @@ def test_advantages_of_worked_examples(rewards, num_generations, scale, expected
 
 
 def test_ratio_and_clip_of_worked_examples():
-    new, old, advantages, expected = numbers(RATIOS).view(6, 4).t()
+    new, old, advantages, expected = numbers(RATIOS.replace(";;", "")).view(6, 4).t()
     ratio = grpo.importance_ratio(new.log()[:, None], old.log()[:, None])
     assert_near(ratio[:, 0], numbers("1.8 1.8 0.4 0.4 1.4 1.4"))
     found = grpo.clipped_surrogate(ratio, advantages)[:, 0]
     assert_close(found, expected, atol=5e-5, rtol=0)
 
 
+def test_k3_of_the_worked_example_and_of_a_small_difference():
+    found = grpo.kl_k3(numbers("-0.356675 -1"), numbers("-0.693147 -1.0001"))
+    assert found.tolist() == approx([0.050758, 5e-9], rel=1e-2)
+
+
+# Two tokens whose advantages are 0.9354, with ratios 1.4 (clipped to 1.2) and 0.4, as
+# above, and for both the k3 of 0.7 and 0.5, which is 0.050758.
+LOSSES = """
+0.0 | -(1.1225 + 0.3742) / 2
+0.04 | -(1.1225 + 0.3742) / 2 + 0.04 * 0.050758
+"""
+
+
+@cases("beta, expected", values(LOSSES))
+def test_loss_of_the_worked_example_is_minus_surrogate_plus_beta_kl(beta, expected):
+    logp = numbers("0.7 0.7").log()[None]
+    old_logp = logp - numbers("1.4 0.4").log()
+    ref_logp = numbers("0.5 0.5").log()[None]
+    arguments = logp, old_logp, ref_logp, numbers("0.9354"), logp < 0
+    loss, metrics = grpo.grpo_loss(*arguments, beta=beta)
+    assert loss.item() == approx(expected, abs=1e-4)
+    assert metrics["kl"].item() == approx(0.050758, abs=1e-5)
+
+
 # -------------------------------------------------------------------- completion_mask
 MASKS = """
-5 6 7 | 2 | 1 1 1
-2 6 7 | 2 | 1 0 0
-5 6 2 | 2 | 1 1 1
-5 2 2 | 2 | 1 1 0
-5 2 6 | 2 | 1 1 0
-5 3 2 | 2 3 | 1 1 0
+5 6 7 | 2 | 1 1 1 ;; 2 6 7 | 2 | 1 0 0 ;; 5 6 2 | 2 | 1 1 1 ;; 5 2 2 | 2 | 1 1 0
+5 2 6 | 2 | 1 1 0 ;; 5 3 2 | 2 3 | 1 1 0
 """
 
 
@@ -123,154 +135,6 @@ def test_completion_mask_runs_through_the_first_eos(ids, eos_token_ids, expected
     )
     assert mask.dtype == torch.bool
     assert mask[0].tolist() == numbers(expected).tolist()
-
-
-# ----------------------------------------------------------------- answers and rewards
-EXTRACTED = r"""
-so \boxed{42}. | 42
-\boxed{1} then \boxed{\frac{1}{2}} | \frac{1}{2}
-\boxed{\text{a}\{1\}} 7 | \text{a}\{1\}
-#### 5 but \boxed{6} | 6
-broken off in 5 \boxed{4 | None
-#### 3 and then #### 1,234 | 1,234
-#### 18 dollars | 18 dollars
-so 5 #### | 5
-it costs $80,000.00. | $80,000.00
-that is −5 | -5
-so $10{,}080$ | $10,080
-7-5 | 5
-5-3=2 | 2
-(pages 3–5). | 5
-it is \(-\frac{3}{4}\). | -3/4
-it is $.5$. | $.5
-<answer>18</answer> | 18
-48+24 = <<48+24=72>>72 clips. | 72
-a 50% share | 50
-- 3 | 3
-no number at all | None
-so 5↵#### 18↵That is 2 more. | 18
-"""
-SAME = r"""
-$80,000|80000; 80,000.00|80000; 80{,}000|80000; (18.),|18; \frac{1}{2}|0.5; 1/2|0.5
-\dfrac{1}{2}|1/2; \tfrac{2}{4}|1/2; .5|1/2; 50%|50; 50\%|50; $.5$|0.5; -3|−3; 50\,\%|50
-+7|7; 7.0|7; x = 5|5; x=5|5; X = 5|5; \$18|18; $x = 5$|5; -\frac{1}{2}|-0.5; -$5|-5
-€5|5; 5 €|5; £1,234.50|2469/2; \frac{-1}{2}|-1/2; 007|7; 2/4|1/2; 0.1|1/10; \(7\)|7
-\[7\]|7; \text{Yes}|yes; \text{(A)}|A; (B)|B; b|B; (C).|c; New  York|new york
-\text{18}|18; 12,345,678|12345678; 1{,}234{,}567.5|2469135/2; 3/04|0.75; 5 cm|5 CM
-\frac{1}{2}\%|0.5; 10,\!080|10080; 80\,000|80000; 7 tenths|7 Tenths; yes.|Yes
-x^2|X^2; 1/0|1/0; x = \frac{1}{2}|0.5
-"""
-DIFFERENT = r"""
-1|11; 5|-5; 80|80000; 1,2|12; 1{,}2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 x|5; -x|x
-3 million|3; 5 Million|5; 2 dozen|2; 7 tenths|7; 5\pi|5; 5 cm|5; 5\text{ cm}|5; 5!|5
-7, or maybe 8|7; 2024-01-07|7; ±7|7; ±7|-7; 5$3|53; 2*500|2500; 2\frac{1}{2}|21/2; 5)|(
-\frac{1}{2}3|1/23; \frac{1}{2}x|1/2; 3 4|3/4; 50%|0.5; 0.5%|0.05; 1%|100; 1/0|1; 1/0|0
-x=1, y=2|2; 18 or 20|18; 3 AM|3 PM; 1 2|12; \text{}|0; (1,2)|(2,1); 10:30|10; 1.2.3|1.2
--|0; A|B; yes|no; ()|$; .|,; 2^5|2 5; 3-5|5; --5|5; 1,23|123; 1,2345|12345; 1, 234|1234
-"""
-MATH_SAME = r"""
-\frac{3}{4}|0.75; 2\sqrt{2}|\sqrt{8}; \{1,2\}|\{2,1\}; (1,2)|(1, 2); [1,2)|[1, 2)
-50\%|0.5; 90^\circ|90; \text{(A)}|A; \text{yes}|Yes; x^2+1|1+x^2; \frac{\pi}{2}|\pi/2
-\begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix} 1 \\ 2 \end{pmatrix}; x=5|5; $18|18
-\sqrt{8}|\[2\sqrt{2}\]; \[90\]|90; \(\sqrt{8}\)|2\sqrt{2}
-10,\!080|10080; \frac12|0.5; 2\frac{1}{2}|2.5; Evelyn|\text{evelyn}; 5 \text{ cm}|5
-"""
-MATH_DIFFERENT = r"""
-\frac{3}{4}|0.74; \{1,2\}|\{1,3\}; (1,2)|(2,1); [1,2)|(1,2); 2\sqrt{2}|\sqrt{2}; A|B
-\begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix}2\\1\end{pmatrix}; 5, 7|5; ±7|7; 5x|5
-7 tenths|7; 7, or maybe 8|7; \foo|\bar; \frac{|\sqrt{; yes|no; 9^{9^{9}}|7
-"""
-HOSTILE_TEXTS = r"""
-\boxed{ 20_000; \boxed{\text{ 20_000; \frac{1 30_000
-\frac{1}{ 30_000; 9 100_000; 1, 50_000; ,111 30_000; 1/ 50_000; - 100_000
-( 100_000; $\ 50_000; x= 50_000; < 100_000; . 100_000
-#### 50_000; <think> 20_000; <think></think> 20_000"""
-FORMATS = r"""
-Q | <think>a</think>b | 1
-Q | <think>\na\n</think>\n\nb  | 1
-Q<think> | a</think>b | 1
-Q | a</think>b | 0
-Q | <think>a</think> | 0
-Q | <think>a | 0
-Q | x<think>a</think>b | 0
-Q | <think>a</think>b<think>c</think>d | 0
-Q<think> | <think>a</think>b | 0
-"""
-
-
-def pairs(text):
-    return [pair.split("|") for pair in re.split("; |\n", text.strip())]
-
-
-@cases("text, expected", table(EXTRACTED))
-def test_extract_answer(text, expected):
-    assert str(grpo.extract_answer(text.replace("↵", "\n"))) == expected
-
-
-def math_finds_equal(answer, gold):
-    return grpo.math_reward([""], ["#### " + answer], [gold]) == [1.0]
-
-
-JUDGED = [  # pairs, who judges them, verdict
-    (SAME, grpo.answers_match, True),
-    (SAME, math_finds_equal, True),
-    (DIFFERENT, grpo.answers_match, False),
-    (MATH_SAME, math_finds_equal, True),
-    (MATH_DIFFERENT, math_finds_equal, False),
-]
-
-
-@cases("answer, gold, equal, verdict", [(*x, *y) for t, *y in JUDGED for x in pairs(t)])
-def test_equal_answers_and_no_others_are_the_same(answer, gold, equal, verdict):
-    assert equal(answer, gold) == verdict
-    if equal is grpo.answers_match:
-        assert equal(gold, answer) == verdict
-
-
-SCORES = r"""
-["14", "16", "10"] | "14" | None | [1, 0, 0]
-["5", "6", "7", "5", "5.0"] | "5" | None | [1, 0, 0, 1, 1]
-["10", "2", "9", "9"] | "9" | None | [0, 0, 1, 1]
-["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "none" | None | [0] * 6
-["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "5" | None | [0] * 6
-["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "0" | None | [0] * 6
-["so 18", r"so \boxed{18} or 1", "#### 18"] | "18" | [False] * 3 | [0, 1, 1]
-[r"18 \boxed{18", "so 18"] | "18" | [False, True] | [0, 1]
-["1/2", "7", r"\boxed{7} \boxed{.5}"] | "0.5" | None | [1, 0, 1]
-"""
-FREE = r"""
-["So it is $3\sqrt{7}$.", "So it is 7."] | "7" | None | [0, 1]
-["So it is $3\sqrt{7}$.", "$x$, so 2."] | r"\sqrt{63}" | [True, True] | [1, 0]
-["So it is $3\sqrt{7}$."] | r"3\sqrt{7}" | [False] | [0]
-"""  # without a box or a mark
-JUDGES = [(grpo.accuracy_reward, SCORES), (grpo.math_reward, SCORES + FREE.lstrip())]
-
-
-@cases("reward, row", [(reward, row) for reward, x in JUDGES for row in values(x)])
-def test_rewards_of_answers(reward, row):
-    """Of an unfinished text only a box or a mark counts; any alternative is right."""
-    texts, gold, finished, expected = row
-    size = len(texts)
-    columns = dict(finished=finished, level=[1] * size, compare=[0] * size)
-    assert reward([""] * size, texts, [gold] * size, **columns) == expected
-
-
-@cases("case", re.split("; |\n", HOSTILE_TEXTS.strip()))
-def test_hostile_texts_cost_milliseconds(case):
-    piece, count = case.split()
-    text = piece * int(count)
-    start = time.process_time()
-    for completion in (text, "#### " + text, "\\boxed{" + text + "}" * int(count)):
-        assert grpo.accuracy_reward([""], [completion], ["7"]) == [0.0]
-        assert grpo.format_reward([""], [completion]) == [0.0]
-        grpo.answers_match(completion, completion)
-    assert time.process_time() - start < 0.5  # a quadratic search would take minutes
-
-
-@cases("prompt, completion, expected", table(FORMATS))
-def test_format_reward(prompt, completion, expected):
-    completion = completion.replace(r"\n", "\n")
-    assert grpo.format_reward([prompt], [completion]) == [float(expected)]
 
 
 # --------------------------------------------------------------------------- the loss
@@ -295,7 +159,6 @@ def random_batch(num_rows=6):
 
 
 def slow_loss(logp, old_logp, ref_logp, advantages, mask, variant, high):
-    """The equations as loops, and the metrics."""
     loss_type, level = variant.values()
     total = 0
     num_tokens = mask.sum().item()
@@ -306,14 +169,12 @@ def slow_loss(logp, old_logp, ref_logp, advantages, mask, variant, high):
         for t in tokens:
             log_ratio = logp[i, t] - old_logp[i, t]
             if level == "sequence":
-                log_ratio = sum(logp[i, u] - old_logp[i, u] for u in tokens)
-                log_ratio = log_ratio / len(tokens)
+                log_ratio = (logp[i, tokens] - old_logp[i, tokens]).mean()
             ratio = log_ratio.exp()
             surrogate = ratio * advantages[i, t]
             is_clipped = ratio > 1 + high if advantages[i, t] > 0 else ratio < 1 - 0.2
             if is_clipped:
-                bound = 1 + high if ratio > 1 else 1 - 0.2
-                surrogate = bound * advantages[i, t]
+                surrogate = (1 + high if ratio > 1 else 1 - 0.2) * advantages[i, t]
             d = ref_logp[i, t] - logp[i, t]
             kl = d.exp() - d - 1
             row = row - surrogate + 0.1 * kl
@@ -346,7 +207,6 @@ def test_loss_gradient_and_metrics_are_those_of_the_loops(variant, high):
 
 @variants
 def test_without_old_log_probs_the_policy_is_the_old_one(variant):
-    """And gradients flow into the policy's alone."""
     logp, _, _, *others = random_batch()
     fixed = logp.clone()
     logp.requires_grad_()
@@ -374,40 +234,30 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(variant, junk):
         assert some.any() == (loss != 0) == any(metrics.values())
 
 
-def test_k3_of_the_worked_example_and_of_a_small_difference():
-    found = grpo.kl_k3(numbers("-0.356675 -1"), numbers("-0.693147 -1.0001"))
-    assert found.tolist() == approx([0.050758, 5e-9], rel=1e-2)
-
-
 # ------------------------------------------------------------------------- TRL's loss
-def trl_loss(logp, inputs, loss_type, importance_sampling_level, beta, high):
+# What `_compute_loss` reads beside the options of the loss. By default TRL multiplies
+# the KL by the ratio, also where that is 1.
+TRL_DEFAULTS = json.loads("""{
+"epsilon_low": 0.2, "max_completion_length": 9,
+"current_gradient_accumulation_steps": 1,
+"top_entropy_quantile": 1.0, "off_policy_mask_threshold": null, "use_vllm": false,
+"aux_loss_enabled": false, "_entropy_bonus_enabled": false}""")
+TRL_MASKS = "prompt_ids prompt_mask completion_ids completion_mask"
+TRL_ARGS = '{"use_bias_correction_kl": false, "delta": null, "steps_per_generation": 1}'
+
+
+def trl_loss(logp, inputs, **options):
     """GRPOTrainer's own method, on a stand-in with the attributes that it reads."""
-    arguments = SimpleNamespace(
-        # By default TRL multiplies the KL by the ratio, also where that is 1.
-        use_bias_correction_kl=False,
-        delta=None,
-        steps_per_generation=1,
-    )
     trainer = SimpleNamespace(
-        args=arguments,
-        loss_type=loss_type,
-        importance_sampling_level=importance_sampling_level,
-        beta=beta,
-        epsilon_low=0.2,
-        epsilon_high=high,
-        max_completion_length=9,
-        current_gradient_accumulation_steps=1,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        aux_loss_enabled=False,
-        use_vllm=False,
-        _entropy_bonus_enabled=False,
-        model=mock.Mock(training=True),
+        **TRL_DEFAULTS,
+        **options,
+        args=SimpleNamespace(**json.loads(TRL_ARGS)),
         accelerator=mock.Mock(num_processes=1, reduce=lambda x, reduction: x),
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, -logp, None),
     )
     trainer.accelerator.gather = lambda x: x
+    trainer.model = mock.Mock(training=True)
     trl = pytest.importorskip("trl")
     return trl.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
 
@@ -427,16 +277,13 @@ def test_loss_and_gradient_are_those_of_trl(variant, beta, moved, high, seed):
     groups = rewards.view(2, 4)
     deviations = groups - groups.mean(1, keepdim=True)
     inputs = dict(
-        prompt_ids=mask.long(),
-        prompt_mask=mask.long(),
-        completion_ids=mask.long(),
-        completion_mask=mask.long(),
+        {name: mask.long() for name in TRL_MASKS.split()},
         advantages=(deviations / (groups.std(1, keepdim=True) + 1e-4)).flatten(),
         old_per_token_logps=logp.detach() + moved * (noise + 3),
         ref_per_token_logps=ref_logp,
         num_items_in_batch=mask.sum(),
     )
-    expected = trl_loss(logp, inputs, **variant, beta=beta, high=high)
+    expected = trl_loss(logp, inputs, **variant, beta=beta, epsilon_high=high)
     advantages = grpo.group_advantages(rewards, 4, eps=1e-4)
     old_logp = inputs["old_per_token_logps"]
     options = dict(variant, beta=beta, epsilon_high=high, max_completion_length=9)
@@ -486,17 +333,13 @@ grpo.grpo_loss(*random_batch(), loss_type="x") | ValueError: .* is unknown
 grpo.grpo_loss(*random_batch(), importance_sampling_level="x") | ValueError: .* unknown
 grpo.group_advantages(torch.zeros(4), 2, "x") | ValueError: .* is unknown
 grpo.group_advantages(torch.zeros(4), 1) | ValueError: .* groups of 1
-grpo.group_advantages(torch.zeros(4), 0) | ValueError: .* groups of 0
 grpo.group_advantages(torch.zeros(5), 2) | ValueError: .* groups of 2
-grpo.group_advantages(torch.zeros(4), 8) | ValueError: .* groups of 8
-grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1]], 2, 3) | ValueError: zip
 grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1, 2]], 2, 3) | ValueError: zip
 grpo.shared_logprobs(tiny_model().train(), *ragged_batch()) | ValueError: call model
-grpo.choose_logprobs(tiny_model("rwkv")) | ValueError: its cache changes
-grpo.choose_logprobs(tiny_model("recurrent_gemma")) | ValueError: its log-probs
-grpo.choose_logprobs(tiny_model("bert")) | ValueError: its cache changes
-grpo.choose_logprobs(tiny_model("mamba")) | ValueError: its cache changes
-grpo.choose_logprobs(tiny_model("minimax")) | ValueError: it cannot be sampled: MiniMax
+grpo.choose_logprobs(tiny_model("rwkv")) | ValueError: padding or its cache
+grpo.choose_logprobs(tiny_model("recurrent_gemma")) | ValueError:
+grpo.choose_logprobs(tiny_model("bert")) | ValueError: padding or its cache
+grpo.choose_logprobs(tiny_model("mamba")) | ValueError: padding or its cache
 """
 
 
@@ -519,10 +362,6 @@ OPTIONS = json.loads("""{
 "qwen2 untied": {"tie_word_embeddings": false},
 "mistral": {"sliding_window": 3},
 "gemma2": {"sliding_window": 4},
-"gemma2 small": {"initializer_range": 0.02},
-"phi3": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4,
-    "short_factor": [1, 1, 1, 1], "long_factor": [4, 4, 4, 4],
-    "original_max_position_embeddings": 16}},
 "cohere": {"logit_scale": 0.25},
 "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4,
@@ -531,14 +370,13 @@ OPTIONS = json.loads("""{
 "qwen3_5_text": {"linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4,
     "initializer_range": 0.1}}""")
-SHARED = "qwen2|qwen2 untied|llama|gpt2|mistral|lfm2|nemotron_h|qwen3_5_text".split("|")
-# Logits that are not head(hidden); layers that do not go on from a cache with more than
-# one token.
-PLAIN = ["gemma2", "cohere", "phi", "jamba"]
+SHARED = "qwen2|qwen2 untied|llama|gpt2|mistral|lfm2|nemotron_h".split("|")
+# Logits that are not head(hidden); recurrent layers that do not continue from a cache
+# with several tokens, or change it in place.
+PLAIN = ["gemma2", "cohere", "phi", "jamba", "qwen3_5_text"]
 
 
 def tiny_model(kind="qwen2", seed=0, **options):
-    """A random model of a real architecture."""
     torch.manual_seed(seed)
     options = {**SHAPE, **OPTIONS.get(kind, {}), **options}
     config = AutoConfig.for_model(kind.split()[0], **options)
@@ -565,7 +403,6 @@ def right_padded():
 def slow_logprobs(
     model, prompt_ids, prompt_mask, completion_ids, mask, temperature=1.0
 ):
-    """One forward without padding for each completion."""
     logp = torch.zeros(mask.shape)
     for i in range(len(mask)):
         b = i * len(prompt_ids) // len(mask)
@@ -580,9 +417,7 @@ def slow_logprobs(
 
 @cases("kind", SHARED + PLAIN)
 @cases("temperature, length", [(1.0, 6), (0.7, 6), (0.7, 2), (0.7, 1)])
-def test_log_probs_are_those_of_one_forward_per_row(
-    kind, temperature, length, monkeypatch
-):
+def test_log_probs_are_those_of_one_pass_a_row(kind, temperature, length, monkeypatch):
     """Also when the output layer is run in parts, here of 64 words."""
     monkeypatch.setattr(grpo.ChunkedLogprobs, "logits_at_once", 1)
     model, batch = tiny_model(kind), ragged_batch(length=length)
@@ -602,41 +437,20 @@ def test_log_probs_are_those_of_one_forward_per_row(
     assert_close(batch, before)
 
 
-@cases("way", [grpo.token_logprobs, grpo.shared_logprobs])
-def test_log_probs_of_bfloat16_weights_are_float32_of_their_logits(way):
-    """Of the logits as sampling has them: rounded to bfloat16, then divided."""
-    model, batch = tiny_model(hidden_size=64, initializer_range=0.4), ragged_batch()
-    found = way(model.bfloat16(), *batch, 0.7)
-    assert found.dtype == torch.float32 and found.max() <= 0
-    expected = slow_logprobs(model, *batch, 0.7)
-    assert_close(found, expected, atol=0.2, rtol=0.02)
-    assert (found - expected).mean().abs() < 0.01  # no bias
-
-
 def test_chunked_log_probs_are_those_of_the_whole_vocabulary(monkeypatch):
-    """Sums over 200 parts are not rounded to bfloat16."""
+    """Logits are rounded to bfloat16 and then divided by the temperature, as in
+    sampling. Sums over 200 parts are not rounded."""
     monkeypatch.setattr(grpo.ChunkedLogprobs, "logits_at_once", 1)
     torch.manual_seed(0)
-    weight = (1 + 0.1 * torch.randn(12_800, 6)).bfloat16()
-    hidden = (0.1 * torch.randn(7, 6)).bfloat16().requires_grad_()
+    weight = (1 + 0.1 * torch.randn(12_800, 64)).bfloat16()
+    hidden = (0.1 * torch.randn(7, 64)).bfloat16().requires_grad_()
     targets = torch.arange(7)
-    logits = hidden.double() @ weight.double().t() / 0.7
-    expected = logits.log_softmax(1)[targets, targets]
     found = grpo.ChunkedLogprobs.apply(hidden, weight, targets, 0.7)
-    assert found.dtype == torch.float32
-    assert (found - expected).norm() < 0.001 * expected.norm()
+    logits = (hidden @ weight.t()).float() / 0.7
+    expected = logits.log_softmax(1)[targets, targets]
+    assert_close(found, expected, atol=2e-3, rtol=0)
     x, y = (gradient(logp.sum(), hidden)[0] for logp in (found, expected))
     assert (x - y).norm() < 0.04 * y.norm()
-
-
-def test_logits_are_rounded_and_then_divided_by_the_temperature():
-    """As in sampling; bfloat16 hidden states that are divided are others."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(2, 50, 64).bfloat16()
-    targets = torch.arange(50)
-    expected = ((hidden @ weight.t()).float() / 0.7).log_softmax(1)[targets, targets]
-    logp = grpo.ChunkedLogprobs.apply(hidden, weight, targets, 0.7)
-    assert_close(logp, expected, atol=2e-3, rtol=0)
 
 
 def test_a_token_that_is_certain_has_log_prob_0_and_no_gradient():
@@ -654,8 +468,6 @@ def test_a_token_that_is_certain_has_log_prob_0_and_no_gradient():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any result."""
-
     size = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -672,41 +484,25 @@ def test_the_logits_of_all_tokens_are_never_in_memory(monkeypatch):
     with LargestTensor() as largest:
         grpo.shared_logprobs(model, *batch).sum().backward()
     assert largest.size == 500 * 32
-    hidden = torch.randn(4, 32, requires_grad=True)
-    weight = torch.randn(500, 32)  # frozen, as with LoRA: no gradient is made for it
-    with LargestTensor() as largest:
-        logp = grpo.ChunkedLogprobs.apply(hidden, weight, torch.arange(4), 1.0)
-        logp.sum().backward()
-    assert largest.size == 192 * 32  # words at once
 
 
-@cases("kind", [*SHARED, "phi3", *PLAIN, "gemma2 small"])
-def test_the_fast_way_is_chosen_where_it_is_right(kind, capsys):
+@cases("kind", [*SHARED, *PLAIN])
+def test_the_fast_way_is_chosen_where_it_is_right(kind, monkeypatch):
+    """By two completions of each of two prompts, so that copies of a cache are used."""
     model = tiny_model(kind)
     if kind == "phi":
         torch.nn.init.normal_(model.lm_head.bias)
-    name = "shared_logprobs" if kind in [*SHARED, "phi3"] else "token_logprobs"
+    calls = watch(monkeypatch, "hidden_states")
+    name = "token_logprobs" if kind in PLAIN else "shared_logprobs"
     assert grpo.choose_logprobs(model) == getattr(grpo, name)
-    assert capsys.readouterr().out.endswith(f"log-probs by {name}\n")
-
-
-class Detached(grpo.PromptCache):
-    """A cache through which no gradient flows."""
-
-    def reorder_cache(self, rows):
-        super().reorder_cache(rows)
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-
-
-def test_values_that_agree_are_not_enough(monkeypatch):
-    monkeypatch.setattr(grpo, "PromptCache", Detached)
-    assert grpo.choose_logprobs(tiny_model()) == grpo.token_logprobs
+    assert calls[0][1].shape == (2, 5)
+    if kind in SHARED:
+        assert calls[1][1].shape == (4, 7)
 
 
 @cases("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 @cases("function", ["shared_logprobs", "generate"])
-def test_a_fault_of_the_device_is_not_the_model(error, function, monkeypatch):
+def test_an_error_of_the_device_is_raised(error, function, monkeypatch):
     mocked = mock.Mock(side_effect=error("CUDA error"), __name__=function)
     monkeypatch.setattr(grpo, function, mocked)
     with raises(error):
@@ -775,7 +571,6 @@ def test_samples_come_from_the_policy(kind):
 
 @kinds
 def test_greedy_completions_are_those_of_transformers(kind, monkeypatch):
-    """Rows that have finished leave the batch."""
     model, eos = tiny_model(kind, use_cache=False), list(range(1, 31))
     prompt_ids, prompt_mask, *_ = ragged_batch()
     options = dict(do_sample=False, max_new_tokens=12, pad_token_id=1, eos_token_id=eos)
@@ -792,9 +587,7 @@ def test_greedy_completions_are_those_of_transformers(kind, monkeypatch):
     assert len(calls) == lengths.max()
 
 
-def test_a_loaded_model_is_whole_float32_without_dropout_and_knows_all_its_eos(
-    tmp_path,
-):
+def test_a_loaded_model_is_float32_without_dropout_and_knows_all_its_eos(tmp_path):
     model, tokenizer = grpo.tiny_model(0)
     model.config.attention_dropout = 0.5
     model.bfloat16().save_pretrained(tmp_path)
@@ -806,53 +599,51 @@ def test_a_loaded_model_is_whole_float32_without_dropout_and_knows_all_its_eos(
     assert model.dtype == torch.float32
     first, second = (grpo.token_logprobs(model, *ragged_batch()) for _ in range(2))
     assert torch.equal(first, second)
-    weights = model.state_dict()
-    del weights["model.norm.weight"]
-    model.save_pretrained(tmp_path, state_dict=weights)
-    with raises(ValueError, match="it lacks model.norm.weight"):
-        grpo.load_model(str(tmp_path), 0)
 
 
 # ----------------------------------------------------------------------------- update
-# Lengths of prompts and completions, budget, way, shapes of the parts. The last two: 2
-# times 3 and 2 tokens, as the prompt is repeated, and 2 times 65536 logits for each.
+# Lengths of the prompts, of the completions (G of each), rows at once; (rows, P, C) of
+# the parts.
 PARTS = """
-1 1 1 1 | 9 9 1 1 9 9 1 1 | 40 | shared | (4, 1) (4, 9)
-1 | 9 1 9 1 | 20 | shared | (2, 1) (2, 9)
-3 | 2 2 | 14 | token | (2, 2)
-3 | 2 2 | 13 | token | (1, 2) (1, 2)
+1 2 1 3 | 9 9 1 1 9 9 1 1 | 4 | (4, 3, 1) (4, 1, 9)
+1 2 1 3 | 9 2 1 1 1 3 1 1 | 2 | (2, 2, 1) (2, 3, 1) (2, 1, 3) (2, 1, 9)
+2 1 | 1 9 1 1 1 1 1 1 | 3 | (3, 1, 1) (3, 2, 9) (2, 2, 1) ;; 3 | 2 2 | 16 | (2, 3, 2)
 """
 
 
-@cases("prompts, completions, budget, way, shapes", table(PARTS))
-def test_micro_batches_fit_and_are_of_similar_lengths(
-    prompts, completions, budget, way, shapes
-):
-    run = mock.Mock(reference=None, logprobs=getattr(grpo, f"{way}_logprobs"))
-    run.config.micro_batch_tokens = int(budget)
-    run.policy.config.vocab_size = 2**16  # counts with whole logits alone
-    lengths = numbers(prompts), numbers(completions)
-    masks = [torch.arange(9) < x[:, None] for x in lengths]
-    tensors = [x for mask in masks for x in (mask.long(), mask)]
-    parts = grpo.micro_batches(run, grpo.Batch(*tensors, masks[1].float()))
-    assert " ".join(str(tuple(part.mask.shape)) for part in parts) == shapes
+@cases("prompts, completions, size, shapes", table(PARTS))
+def test_micro_batches_start_with_short_groups(prompts, completions, size, shapes):
+    prompts, completions = numbers(prompts), numbers(completions)
+    prompt_lengths = prompts.repeat_interleave(len(completions) // len(prompts))
+    prompt_mask = torch.arange(9) >= 9 - prompt_lengths[:, None]
+    mask = torch.arange(9) < completions[:, None]
+    ids = torch.arange(len(mask))[:, None].expand(mask.shape)
+    batch = grpo.Batch(ids, prompt_mask, ids, mask, ids)
+    parts = grpo.micro_batches(batch, int(size), len(prompts))
+    found = [(*part.prompt_mask.shape, part.mask.shape[1]) for part in parts]
+    assert " ".join(map(str, found)) == shapes
+    for part in parts:  # all fields are of the same rows
+        rows = part.completion_ids[:, 0]
+        assert torch.equal(part.mask.sum(1), completions[rows].long())
+        assert torch.equal(part.prompt_mask.sum(1), prompt_lengths[rows].long())
+        for field in (part.prompt_ids, part.advantages):
+            assert torch.equal(field[:, 0], rows)
 
 
-def test_padding_is_a_token_that_the_model_computes_with():
+def test_padding_is_an_ordinary_token():
     ids, _ = grpo.pad([[5, 6], [7]], "left")
     assert ids.tolist() == [[5, 6], [5, 7]]
 
 
-def test_masters_begin_at_random_places_in_their_cells():
+def test_masters_start_at_random_places_in_their_cells():
     """Uniform over the cell, so that a tenth of it moves a tenth of the weights."""
     torch.manual_seed(0)
     weight = (0.02 * torch.randn(100_000)).bfloat16().float()
     masters = grpo.within_cell(weight)
-    assert torch.equal(masters.bfloat16().float(), weight)
     steps = 2 ** weight.abs().log2().floor() / 128  # to the next bfloat16 number
-    for way in (0.1, -0.1):  # up, and down
+    for way in (0.1, -0.1, 0):  # up, down, not at all
         moved = (masters + way * steps).bfloat16().double() - weight
-        assert (moved / way).min() == 0
+        assert (moved * way).min() == 0 == (moved != 0).all()
         assert (moved.sum() / steps.double().sum()).item() == approx(way, rel=0.05)
     odd = numbers("0 -0 1 -1 0.5 1.1754943508e-38 3e38 -256 1e-40").bfloat16().float()
     masters = grpo.within_cell(odd)
@@ -861,43 +652,48 @@ def test_masters_begin_at_random_places_in_their_cells():
     assert torch.equal(grpo.within_cell(single), single)
 
 
-@cases("dtype", [torch.float32, torch.bfloat16])
-@cases("scale, max_grad_norm", [(1e-3, 1.0), (10.0, 1.0), (10.0, 0.0)])
-def test_masters_move_as_float32_weights_of_torch_do(dtype, scale, max_grad_norm):
-    """At a learning rate of 1e-6; bfloat16 weights alone would stand still."""
-    model = tiny_model().bfloat16().float()
-    ours = grpo.MasterAdamW(model, dtype)
-    exact = (ours.masters[0] == ours.params[0]).float().mean()
-    assert exact == 1 if dtype == torch.float32 else exact < 0.5  # within their cells
-    grpo.cast(model, dtype)
-    single = [master.clone().requires_grad_() for master in ours.masters]
-    theirs = torch.optim.AdamW(single, weight_decay=0)
-    for step in range(1, 41):
-        for param, twin in zip(model.parameters(), single):
-            twin.grad = step * scale * torch.randn(param.shape)
-            param.grad = twin.grad.clone()  # float32, as the sum of micro-batches
-        norm = clip_grad_norm_(single, max_grad_norm or math.inf).item()
-        theirs.param_groups[0]["lr"] = 1e-6 * step
-        theirs.step()
-        assert ours.step(1e-6 * step, max_grad_norm) == approx(norm, rel=1e-5)
-    for param, master, twin in zip(model.parameters(), ours.masters, single):
-        assert_close(master, twin.detach(), atol=1e-9, rtol=1e-6)
-        assert torch.equal(param, master.to(dtype))
-
-
 def make_run(model, reference=None, logprobs=grpo.shared_logprobs, **options):
-    """A run with this policy; `calls` are those of its log-probs."""
-    config = grpo.Config(max_completion_length=6, output_dir="nowhere", **options)
+    """A `Run` with these models."""
+    defaults = dict(max_completion_length=6, output_dir="nowhere", prompts_per_step=2)
+    config = grpo.Config(**dict(defaults, **options))
     models = [(x, None, [1]) for x in (model, reference or copy.deepcopy(model))]
     with mock.patch.multiple(
         grpo,
         choose_logprobs=lambda model: logprobs,
         load_model=mock.Mock(side_effect=models),
     ):
-        grpo.join_ranks()
-        run = grpo.Run(config)
-        run.load("tiny")
-        return run
+        return grpo.Run(config, "tiny")
+
+
+@cases("dtype", ["float32", "bfloat16"])
+@cases("scale, max_grad_norm", [(1e-3, 1.0), (10.0, 1.0), (10.0, 0.0)])
+def test_masters_move_like_float32_weights(dtype, scale, max_grad_norm):
+    """At a learning rate of 1e-6, at which bfloat16 weights alone would stand still."""
+    model = tiny_model().bfloat16().float()
+    before = copy.deepcopy(model)
+    run = make_run(model, dtype=dtype, max_grad_norm=max_grad_norm, beta=0.0)
+    exact = (run.masters[0] == next(before.parameters())).float().mean()
+    assert exact == 1 if dtype == "float32" else exact < 0.5  # within their cells
+    assert_close(model.state_dict(), before.to(run.dtype).state_dict(), atol=0, rtol=0)
+    single = [master.detach().clone().requires_grad_() for master in run.masters]
+    theirs = torch.optim.AdamW(single, lr=1e-6, weight_decay=0)
+    params = list(model.parameters())
+    for step in range(1, 41):
+        for param, twin in zip(params, single):
+            twin.grad = step * scale * torch.randn(param.shape)
+            param.grad = twin.grad.clone()  # float32, the sum of micro-batches
+        norm = clip_grad_norm_(single, max_grad_norm or math.inf).item()
+        theirs.step()
+        assert grpo.optimizer_step(run, 1e-6) == approx(norm, rel=1e-5)
+    for param, master, twin in zip(params, run.masters, single):
+        assert_close(master.detach(), twin.detach(), atol=1e-9, rtol=1e-6)
+        assert torch.equal(param, master.to(run.dtype)) and param.grad is None
+
+
+def grouped(batch, num_generations):
+    """A batch whose prompts are repeated for each completion."""
+    prompts = [x.repeat_interleave(num_generations, dim=0) for x in batch[:2]]
+    return [*prompts, *batch[2:]]
 
 
 def slow_update(model, reference, batch, advantages, config):
@@ -928,51 +724,37 @@ def moments(adamw):
 
 
 UPDATES = values("""
-1 | "shared" | slice(8) | 8 | dict(beta=0.1)
-24 | "shared" | slice(8) | 8 | dict(beta=0.1)
-30 | "token" | slice(8) | 8 | dict(beta=0.1)
-10_000 | "shared" | slice(8) | 8 | dict(beta=0.1)
-10_000 | "shared" | slice(3) | 8 | dict(beta=0.1)
-10_000 | "shared" | slice(3) | 4 | dict(beta=0.0)
-10_000 | "token" | slice(5, 8) | 4 | dict(beta=0.0)
-10_000 | "shared" | slice(0) | 4 | dict(beta=0.0)
-30 | "shared" | slice(8) | 8 | dict(SEVERAL, beta=0.1)
-30 | "shared" | slice(3) | 4 | dict(SEVERAL, beta=0.0)
-""")
+1 | "shared" | slice(8) | dict(beta=0.1)
+3 | "shared" | slice(8) | dict(beta=0.1) ;; 8 | "token" | slice(3) | dict(beta=0.1)
+16 | "shared" | slice(8) | dict(beta=0.0) ;; 4 | "shared" | slice(3) | dict(beta=0.0)
+2 | "token" | slice(0) | dict(beta=0.0)
+3 | "shared" | slice(8) | dict(SEVERAL, beta=0.1)
+8 | "shared" | slice(3) | dict(SEVERAL, beta=0.0)
+""")  # rows at once, way, rows with an advantage, options
 
 
 @variants
-@cases("budget, way, alive, num_kept, options", UPDATES)
-def test_updates_are_those_of_the_whole_batch(
-    variant, budget, way, alive, num_kept, options, monkeypatch
-):
-    """Also with groups left out that have no advantage, where that is exact."""
+@cases("size, way, alive, options", UPDATES)
+def test_updates_are_those_of_the_whole_batch(variant, size, way, alive, options):
     model, reference = tiny_model(), tiny_model(seed=1)
     batch, advantages = ragged_batch(4), torch.zeros(8, 6)
+    batch[-1][:, 0] = True  # a completion has one token at least
     advantages[alive] = torch.randn(8, 1)[alive]
     slow = copy.deepcopy(model)
     options = dict(max_grad_norm=0.01, temperature=0.7) | variant | options
     logprobs = getattr(grpo, f"{way}_logprobs")
-    run = make_run(model, reference, logprobs, micro_batch_tokens=budget, **options)
+    run = make_run(model, reference, logprobs, micro_batch_size=size, **options)
     expected, grads = slow_update(slow, reference, batch, advantages, run.config)
-    calls = watch(monkeypatch, "batch_logprobs")
-    batch = grpo.Batch(*batch, advantages)
-    parts = grpo.micro_batches(run, batch)
-    assert sum(len(part.mask) for part in parts) == num_kept
-    metrics = grpo.update(run, batch, 1e-3)
-    for found, grad in zip(moments(run.optimizer.adamw), grads):
+    run.logprobs = mock.Mock(side_effect=logprobs)
+    metrics = grpo.update(run, grpo.Batch(*grouped(batch, 4), advantages), 1e-3)
+    for found, grad in zip(moments(run.optimizer), grads):
         assert (found - grad).norm() <= 0.01 * grad.norm()
-    assert ("num_iterations" in options) == (metrics["clip_fraction"] > 0.02)
-    for name, value in expected.items():
-        if num_kept == 8 or name in ("loss", "grad_norm"):
-            assert metrics[name] == approx(value, rel=1e-3, abs=1e-5)
-    num_passes = run.config.num_iterations + (run.reference is not None)
-    assert len(calls) == len(parts) * num_passes
-    for _, _, part in calls:
-        num_prompts = len(part.prompt_ids if way == "shared" else part.mask)
-        num_tokens = num_prompts * part.prompt_ids.shape[1] + part.mask.numel()
-        assert num_tokens <= budget or len(part.mask) == 1
-        assert part.mask.any(0).all() and part.prompt_mask.any(0).all()  # no padding
+    several = "num_iterations" in options
+    assert several == (metrics["clip_fraction"] > 0.02)
+    for name in expected.keys() - ({"kl"} if not options["beta"] else {}):
+        assert metrics[name] == approx(expected[name], rel=1e-3, abs=1e-5)
+    num_passes = (3 if several else 1) + (options["beta"] > 0)
+    assert run.logprobs.call_count == num_passes * math.ceil(8 / size)
 
 
 @cases("advantage", [math.inf, math.nan, 1e30])
@@ -980,35 +762,16 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
     model, advantages = tiny_model(), torch.ones(6, 6)
     advantages[0, 0] = advantage
     run = make_run(model)
-    optimizer = run.optimizer
-    before = copy.deepcopy([optimizer.masters, optimizer.adamw.state_dict()])
-    batch = grpo.Batch(*ragged_batch(), advantages)
-    metrics = grpo.update(run, batch, 1e-3)
-    assert metrics["skipped"] == 1
-    after = [optimizer.masters, optimizer.adamw.state_dict()]
-    assert_close(after, before, atol=0, rtol=0)
-    assert optimizer.masters[0].grad is None
-    weight = model.lm_head.weight
-    weight.data = weight.data.clone()  # as LoRA's trip to the CPU does when it is saved
+    before = copy.deepcopy([run.masters, run.optimizer.state_dict()])
+    batch = grpo.Batch(*grouped(ragged_batch(), 3), advantages)
+    assert grpo.update(run, batch, 1e-3)["skipped"] == 1
+    assert_close([run.masters, run.optimizer.state_dict()], before, atol=0, rtol=0)
     batch.advantages = torch.ones(6, 6)
     assert grpo.update(run, batch, 1e-3)["skipped"] == 0
-    assert not torch.equal(weight, before[0][0])
+    assert not torch.equal(model.lm_head.weight, before[0][0])
 
 
 # ---------------------------------------------------------------------------- pasting
-def test_integers_and_single_numbers_will_do():
-    """Masks as tokenizers make them, rewards that count, one EOS."""
-    rewards = torch.tensor([1, 0, 0, 1])
-    assert grpo.group_advantages(rewards, 4).sum() == 0
-    model, (prompt_ids, prompt_mask, ids, mask) = tiny_model(), ragged_batch()
-    for logprobs in (grpo.token_logprobs, grpo.shared_logprobs):
-        found = logprobs(model, prompt_ids, prompt_mask.long(), ids, mask.long())
-        assert_close(found, logprobs(model, prompt_ids, prompt_mask, ids, mask))
-    logp, *_, mask = random_batch()
-    junk = logp.masked_fill(~mask, math.nan)
-    assert_close(grpo.masked_mean(junk, mask.long()), logp[mask].mean())
-
-
 PASTED = """
 completion_mask | torch | grpo.completion_mask(ids, 2)
 group_advantages | torch | grpo.group_advantages(numbers("0 1 2 3"), 2)
@@ -1038,7 +801,6 @@ def paste(name, scope):
 
 @cases("name, needs, call", table(PASTED))
 def test_a_function_works_alone_when_it_is_pasted(name, needs, call):
-    """With the functions of this file that it calls, and what `needs` says."""
     scope = {word: getattr(grpo, word) for word in needs.split()}
     scope["NUMBER"] = grpo.NUMBER
     paste(name, scope)
@@ -1055,12 +817,114 @@ def test_a_function_works_alone_when_it_is_pasted(name, needs, call):
         found.sum().backward()
 
 
+# ----------------------------------------------------------------- answers and rewards
+EXTRACTED = r"""
+so \boxed{42}. | 42 ;; \boxed{1} then \boxed{\frac{1}{2}} | \frac{1}{2}
+\boxed{\text{a}\{1\}} 7 | \text{a}\{1\} ;; #### 5 but \boxed{6} | 6
+broken off in 5 \boxed{4 | None ;; #### 3 and then #### 1,234 | 1,234
+#### 18 dollars | 18 dollars ;; so 5 #### | 5 ;; it costs $80,000.00. | $80,000.00
+that is −5 | -5 ;; so $10{,}080$ | $10,080 ;; 7-5 | 5 ;; 5-3=2 | 2 ;; (pages 3–5). | 5
+it is \(-\frac{3}{4}\). | -3/4 ;; it is $.5$. | $.5 ;; <answer>18</answer> | 18
+48+24 = <<48+24=72>>72 clips. | 72 ;; a 50% share | 50 ;; - 3 | 3
+no number at all | None ;; so 5↵#### 18↵That is 2 more. | 18
+"""
+SAME = r"""
+$80,000|80000; 80,000.00|80000; 80{,}000|80000; (18.),|18; \frac{1}{2}|0.5; 1/2|0.5
+\dfrac{1}{2}|1/2; \tfrac{2}{4}|1/2; .5|1/2; 50%|50; 50\%|50; $.5$|0.5; -3|−3; 50\,\%|50
++7|7; 7.0|7; x = 5|5; x=5|5; X = 5|5; \$18|18; $x = 5$|5; -\frac{1}{2}|-0.5; -$5|-5
+€5|5; 5 €|5; £1,234.50|2469/2; \frac{-1}{2}|-1/2; 007|7; 2/4|1/2; 0.1|1/10; \(7\)|7
+\[7\]|7; \text{Yes}|yes; \text{(A)}|A; (B)|B; b|B; (C).|c; New  York|new york
+\text{18}|18; 12,345,678|12345678; 1{,}234{,}567.5|2469135/2; 3/04|0.75; 5 cm|5 CM
+\frac{1}{2}\%|0.5; 10,\!080|10080; 80\,000|80000; 7 tenths|7 Tenths; yes.|Yes
+x^2|X^2; 1/0|1/0; x = \frac{1}{2}|0.5
+"""
+DIFFERENT = r"""
+1|11; 5|-5; 80|80000; 1,2|12; 1{,}2|12; 0.5|5; 1/2|2; 1/3|0.333; x|y; 5x|5; 5 x|5; -x|x
+3 million|3; 5 Million|5; 2 dozen|2; 7 tenths|7; 5\pi|5; 5 cm|5; 5\text{ cm}|5; 5!|5
+7, or maybe 8|7; 2024-01-07|7; ±7|7; ±7|-7; 5$3|53; 2*500|2500; 2\frac{1}{2}|21/2; 5)|(
+\frac{1}{2}3|1/23; \frac{1}{2}x|1/2; 3 4|3/4; 50%|0.5; 0.5%|0.05; 1%|100; 1/0|1; 1/0|0
+x=1, y=2|2; 18 or 20|18; 3 AM|3 PM; 1 2|12; \text{}|0; (1,2)|(2,1); 10:30|10; 1.2.3|1.2
+-|0; A|B; yes|no; ()|$; .|,; 2^5|2 5; 3-5|5; --5|5; 1,23|123; 1,2345|12345; 1, 234|1234
+"""
+HOSTILE_TEXTS = r"""
+\boxed{ 20_000; \boxed{\text{ 20_000; \frac{1 30_000
+\frac{1}{ 30_000; 9 100_000; 1, 50_000; ,111 30_000; 1/ 50_000; - 100_000
+( 100_000; $\ 50_000; x= 50_000; < 100_000; . 100_000
+#### 50_000; <think> 20_000; <think></think> 20_000"""
+FORMATS = r"""
+Q | <think>a</think>b | 1 ;; Q | <think>\na\n</think>\n\nb  | 1
+Q<think> | a</think>b | 1 ;; Q | a</think>b | 0 ;; Q | <think>a</think> | 0
+Q | <think>a | 0 ;; Q | x<think>a</think>b | 0
+Q | <think>a</think>b<think>c</think>d | 0 ;; Q<think> | <think>a</think>b | 0
+"""
+
+
+def pairs(text):
+    return [pair.split("|") for pair in re.split("; |\n", text.strip())]
+
+
+@cases("text, expected", table(EXTRACTED))
+def test_extract_answer(text, expected):
+    assert str(grpo.extract_answer(text.replace("↵", "\n"))) == expected
+
+
+VERDICTS = [(*x, text is SAME) for text in (SAME, DIFFERENT) for x in pairs(text)]
+
+
+@cases("answer, gold, verdict", VERDICTS)
+def test_equal_answers_match_and_no_others(answer, gold, verdict):
+    assert grpo.answers_match(answer, gold) == verdict
+    assert grpo.answers_match(gold, answer) == verdict
+
+
+SCORES = r"""
+["14", "16", "10"] | "14" | None | [1, 0, 0]
+["5", "6", "7", "5", "5.0"] | "5" | None | [1, 0, 0, 1, 1]
+["10", "2", "9", "9"] | "9" | None | [0, 0, 1, 1]
+["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "none" | None | [0] * 6
+["", "none", r"5 \boxed{ }", "####", r"5 \boxed{5", "None"] | "5" | None | [0] * 6
+["so 18", r"so \boxed{18} or 1", "#### 18"] | "18" | [False] * 3 | [0, 1, 1]
+[r"18 \boxed{18", "so 18"] | "18" | [False, True] | [0, 1]
+["1/2", "7", r"\boxed{7} \boxed{.5}"] | "0.5" | None | [1, 0, 1]
+"""
+
+
+def check_scores(reward, row):
+    """One row of `SCORES`: of a text that was cut off only a box or a mark counts."""
+    texts, gold, finished, expected = row
+    size = len(texts)
+    columns = dict(finished=finished, level=[1] * size, compare=[0] * size)
+    assert reward([""] * size, texts, [gold] * size, **columns) == expected
+
+
+@cases("row", values(SCORES))
+def test_accuracy_reward(row):
+    check_scores(grpo.accuracy_reward, row)
+
+
+@cases("case", re.split("; |\n", HOSTILE_TEXTS.strip()))
+def test_hostile_texts_cost_milliseconds(case):
+    piece, count = case.split()
+    text = piece * int(count)
+    start = time.process_time()
+    for completion in (text, "#### " + text, "\\boxed{" + text + "}" * int(count)):
+        assert grpo.accuracy_reward([""], [completion], ["7"]) == [0.0]
+        assert grpo.format_reward([""], [completion]) == [0.0]
+        grpo.answers_match(completion, completion)
+    assert time.process_time() - start < 0.5  # a quadratic search would take minutes
+
+
+@cases("prompt, completion, expected", table(FORMATS))
+def test_format_reward(prompt, completion, expected):
+    completion = completion.replace(r"\n", "\n")
+    assert grpo.format_reward([prompt], [completion]) == [float(expected)]
+
+
 # ----------------------------------------------------------------------------- options
 WRONG_OPTIONS = """num-generations 1; max-prompt-length five; max-completion-length 0
-temperature 0; temperature nan; beta -0.1; epsilon -1; num-iterations 0; max-steps -1
-prompts-per-step 0; max-grad-norm -1; seed -1; loss-type ppo
-scale-rewards row; dtype int8; chat-template maybe; max-step 5; help; beta nan
-learning-rate inf"""
+micro-batch-size 0; temperature 0; temperature nan; beta -0.1; epsilon -1; beta nan
+num-iterations 0; max-steps -1; prompts-per-step 0; max-grad-norm -1; seed -1; help
+loss-type ppo; scale-rewards row; dtype int8; max-step 5; learning-rate inf"""
 
 
 @cases("option", re.split("; |\n", WRONG_OPTIONS))
@@ -1074,23 +938,20 @@ def test_wrong_options_are_named(option, capsys):
 def test_what_the_user_types_wins():
     tiny = grpo.parse_args([])
     assert tiny.learning_rate == grpo.TINY["learning_rate"] != grpo.Config.learning_rate
-    config = grpo.parse_args(["--learning-rate", "0.5", "--num-generations=4"])
+    config = grpo.parse_args(["--learning-rate", "0.5", "--num_generations=4"])
     assert (config.learning_rate, config.num_generations) == (0.5, 4)
-    assert grpo.parse_args(["--model", "x"]) == grpo.Config(model="x")
+    config = grpo.parse_args(["--model", "x", "--output-dir", "y"])
+    assert config == grpo.Config(model="x", output_dir="y")
+    assert grpo.parse_args([]).output_dir.startswith("runs/")
 
 
 def test_a_run_is_resumed_with_its_own_options(tmp_path):
-    folder = f"{tmp_path}/run"
-    grpo.claim(grpo.Run(grpo.Config(model="x", beta=0.5, output_dir=folder)))
-    resume = ["--resume", folder]
-    config = grpo.parse_args([*resume, "--max-steps", "2"])
-    assert (config.model, config.beta, config.max_steps) == ("x", 0.5, 2)
-    for word in "--seed --data --eval-data --sft-steps --lora-rank --model".split():
-        with raises(Error, match="may be new: max_"):
-            grpo.parse_args([*resume, word, "1"])
-    others = "--learning-rate 1 --eval-every 1 --save-every 1 --micro-batch-tokens 1"
-    others += " --report-to trackio"
-    assert grpo.parse_args([*resume, *others.split()]).report_to == "trackio"
+    options = dict(model="x", beta=0.5, reward=["format", "accuracy"])
+    grpo.claim_folder(grpo.Config(**options, output_dir=f"{tmp_path}/run"))
+    moved = str((tmp_path / "run").rename(tmp_path / "moved"))
+    config = grpo.parse_args(f"--resume {moved} --max-steps 2 --beta 0".split())
+    expected = dict(options, output_dir=moved, resume=moved, max_steps=2, beta=0)
+    assert config == grpo.Config(**expected)
 
 
 # -------------------------------------------------------------------------------- data
@@ -1104,8 +965,6 @@ r'{"problem": "1+1?", "solution": "so \\boxed{\\frac12}"}' | "1+1?" | r"\frac12"
 '{"prompt": "1+1?", "answer": 0.5}' | "1+1?" | "0.5"
 '{"prompt": "1\u2028?\x85", "answer": "2"}\n\n' | "1\u2028?\x85" | "2"
 json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | "2"
-'{"prompt": "1+1?", "solution": "2"}' | "1+1?" | "2"
-'\n{"prompt": "1+1?", "answer": "2"}\n\n' | "1+1?" | "2"
 """)  # line, prompt, answer
 
 
@@ -1114,64 +973,48 @@ json.dumps(dict(prompt=MESSAGES, answer="2")) | MESSAGES | "2"
 def test_data_in_the_usual_forms(tmp_path, name, line, prompt, answer):
     path = tmp_path / name
     path.write_text(line, encoding="utf-8")
-    (row,) = grpo.read_rows(str(path), need_answers=True)
+    (row,) = grpo.read_rows(str(path), needs_answers=True)
     assert row["prompt"] == prompt
     assert grpo.gold_answer(row["answer"]) == answer
 
 
-WRONG_LINES = r"""{"prompt":
-{"prompt": "\ud83d", "answer": "1"}
+WRONG_LINES = r"""{"prompt": ;; {"prompt": "\ud83d", "answer": "1"}
 {"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}
 {"prompt": [{"role": "human", "content": "a"}], "answer": "1"}
 {"prompt": [{"role": "system", "content": "a"}], "answer": "1"}
 {"prompt": {"role": "user", "content": "a"}, "answer": "1"}
-{"prompt": "a", "answer": "LONG"}
-5
-{"answer": "1"}
-{"prompt": "a"}
-{"prompt": "a", "answer": []}
-{"prompt": "a", "answer": ["1", null]}
-{"prompt": "a", "answer": "####"}
-{"prompt": "a", "solution": "so \\boxed{1"}
-{"prompt": "a", "solution": "so 1 \\boxed 5"}
-{"prompt": "a", "answer": true}
-{"prompt": "a", "answer": NaN}
-{"prompt": "", "answer": "1"}
+{"prompt": "a", "answer": "LONG"} ;; 5 ;; {"answer": "1"} ;; {"prompt": "a"}
+{"prompt": "a", "answer": []} ;; {"prompt": "a", "answer": ["1", null]}
+{"prompt": "a", "answer": "####"} ;; {"prompt": "a", "solution": "so \\boxed{1"}
+{"prompt": "a", "solution": "so 1 \\boxed 5"} ;; {"prompt": "a", "answer": true}
+{"prompt": "a", "answer": NaN} ;; {"prompt": "", "answer": "1"}
 {"prompt": [], "answer": "1"}"""
 
 
-@cases("line", WRONG_LINES.splitlines())
+@cases("line", re.split(" ;; |\n", WRONG_LINES))
 def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line):
     path = tmp_path / "data.jsonl"
     line = line.replace("LONG", "So it is one. " * 20)
     path.write_text('{"prompt": "a", "answer": "1"}\n \t\n' + line)
     config = grpo.Config(data=str(path), model="no/such/model")
-    with raises(Error, match=r"data.jsonl:3 .*: \w+\(") as stop:
-        grpo.set_up(grpo.Run(config))
+    with raises(Error, match=r"data.jsonl:3: \w+\(") as stop:
+        grpo.set_up(config)
     assert len(str(stop.value)) < 400
 
 
-def test_a_data_set_of_the_hub_keeps_its_slice(monkeypatch):
-    rows = [dict(question="1+1?", answer="#### 2")]
-    datasets = mock.Mock()
-    datasets.load_dataset.return_value = rows
-    monkeypatch.setitem(sys.modules, "datasets", datasets)
-    (row,) = grpo.read_rows("a/b:main:train[:1000]", need_answers=True)
-    assert row["prompt"] == "1+1?"
-    datasets.load_dataset.assert_called_with("a/b", "main", split="train[:1000]")
-
-
 @cases("size, num_held_out", [(300, 30), (9, 0)])
-def test_held_out_rows_are_any_and_never_trained_on(tmp_path, size, num_held_out):
+def test_held_out_rows_are_random_and_never_trained_on(tmp_path, size, num_held_out):
     data = [dict(prompt=str(i), answer=i) for i in range(size)]
     data[7].update(level=5)  # other rows lack it: rewards get None
-    config = grpo.Config(data=f"{tmp_path}/data.jsonl")
-    Path(config.data).write_text("\n".join(map(json.dumps, data)))
-    rows, held_out = grpo.set_up(grpo.Run(config))
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, data)))
+    options = f"--data {path} --sft-steps 0 --prompts-per-step 1"
+    options += f" --output-dir {path}.run"
+    _, rows, held_out = grpo.set_up(grpo.parse_args(options.split()))
     answers = [row["answer"] for row in held_out + rows]
     assert sorted(answers) == list(range(size)) and len(held_out) == num_held_out
     assert max(answers[:30]) >= size / 2  # by chance: 1 in 10**9
-    assert {row.get("level", 0) for row in rows} <= {5, None}
+    assert {row["level"] for row in rows + held_out} == {5, None}
 
 
 @cases("model", ["tiny", "other"])
@@ -1182,11 +1025,10 @@ def test_built_in_sums_have_right_answers(model):
 
 
 def test_prompts_come_in_epochs_and_depend_on_the_step_alone():
-    rows = range(9)
-    steps = [grpo.prompt_batch(rows, step, 3, seed=5) for step in (6, 5, 4, 3, 2, 1)]
+    steps = [grpo.prompt_batch(range(9), step, 3, seed=5) for step in range(6, 0, -1)]
     second, first = sum(steps[:3], []), sum(steps[3:], [])
-    assert sorted(first) == sorted(second) == list(rows) and first != second
-    assert grpo.prompt_batch(rows, 1, 3, seed=6) != steps[-1]
+    assert sorted(first) == sorted(second) == list(range(9)) and first != second
+    assert grpo.prompt_batch(range(9), 1, 3, seed=6) != steps[-1]
 
 
 # ----------------------------------------------------------------------------- prompts
@@ -1195,92 +1037,72 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-TEMPLATES = """
-None | "<eos>" | "auto" | "1+1="
-CHATML | "<eos>" | "auto" | "1+1="
-CHATML | "<|im_end|>" | "auto" | ASKED
-CHATML | "<|im_end|>" | "off" | "1+1="
-CHATML | "<eos>" | "on" | ASKED
-"""  # a base model has a template that it never saw
 
 
-def encode(prompts, template, eos="<|im_end|>", bos=None, **options):
+def encode(prompts, template, eos="<|im_end|>", bos=None, rewards=(), **options):
     """What `encode_prompts` makes of prompts for the tiny model."""
     tokenizer = grpo.tiny_model(0)[1]
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<bos>"]}
-    )
+    special = ["<|im_start|>", "<|im_end|>", "<bos>"]
+    tokenizer.add_special_tokens(dict(additional_special_tokens=special))
     tokenizer.chat_template = template
     if bos:
-        tokenizer.backend_tokenizer.post_processor = (
-            tokenizers.processors.TemplateProcessing(
-                single=f"{bos} $A {eos}",
-                special_tokens=list(tokenizer.get_vocab().items()),
-            )
+        processor = tokenizers.processors.TemplateProcessing
+        tokenizer.backend_tokenizer.post_processor = processor(
+            single=f"{bos} $A {eos}", special_tokens=[*tokenizer.get_vocab().items()]
         )
     run = SimpleNamespace(
-        config=grpo.Config(**{"reward": ("format",), **options}),
+        config=grpo.Config(**options),
+        rewards=rewards,
         tokenizer=tokenizer,
         eos_token_ids=[tokenizer.convert_tokens_to_ids(eos)],
-        policy=mock.Mock(config=transformers.Qwen2Config(max_position_embeddings=1000)),
     )
-    rows = grpo.encode_prompts([dict(prompt=prompt) for prompt in prompts], run)
+    rows = grpo.encode_prompts(run, [dict(prompt=prompt) for prompt in prompts])
     for row in rows:
         row["tokens"] = tokenizer.convert_ids_to_tokens(row["prompt_ids"])
     return rows
 
 
-@cases("template, eos, option, prompt", values(TEMPLATES))
-def test_a_chat_template_is_used_where_it_ends_in_eos(template, eos, option, prompt):
-    (row,) = encode(["1+1="], template, eos, chat_template=option)
-    assert row["prompts"] == prompt
-
-
 SYSTEM = dict(role="system", content="be kind")
 USER = dict(role="user", content="1+1=")
+REPLY = dict(role="assistant", content="2")
 CONVERSATIONS = r"""
-"1+1=" | BRIEF + ASKED
-[USER] | BRIEF + ASKED
-[SYSTEM, USER] | "<|im_start|>system\nbe kind<|im_end|>\n" + ASKED
-[USER, dict(role="assistant", content="2"), USER] | BRIEF + EARLIER + ASKED
-"""
+"1+1=" | "<|im_end|>" | BRIEF + ASKED
+[USER] | "<|im_end|>" | BRIEF + ASKED
+[SYSTEM, USER] | "<|im_end|>" | "<|im_start|>system\nbe kind<|im_end|>\n" + ASKED
+[USER, REPLY, USER] | "<|im_end|>" | BRIEF + EARLIER + ASKED
+[USER] | "<eos>" | "be brief\n1+1="
+"""  # a base model has a template that it was not trained on
 BRIEF = "<|im_start|>system\nbe brief<|im_end|>\n"
 EARLIER = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
 
 
-@cases("prompt, expected", values(CONVERSATIONS))
+@cases("prompt, eos, expected", values(CONVERSATIONS))
 @cases("template", ["{question}", "Add: {question}."])
-def test_texts_and_conversations_become_prompts_in_one_way(prompt, expected, template):
-    """The template is put around the last message of the user."""
+def test_texts_and_chats_become_prompts_in_one_way(prompt, eos, expected, template):
+    """The template goes around the last message of the user. The chat template is used
+    if it ends answers with an EOS token of the model."""
     before = copy.deepcopy(prompt)
     options = dict(system_prompt="be brief", prompt_template=template)
-    (row,) = encode([prompt], CHATML, **options)
+    (row,) = encode([prompt], CHATML, eos, **options)
     first, last, rest = expected.rpartition("1+1=")
     assert row["prompts"] == first + template.replace("{question}", last) + rest
     assert prompt == before
+    assert encode(["1+1="], None)[0]["prompts"] == "1+1="
 
 
-def test_a_prompt_has_one_bos_and_does_not_end_in_eos():
+def test_a_prompt_has_one_bos_and_keeps_an_eos_only_of_a_template():
     for template in (None, "<bos>" + CHATML):
         (row,) = encode(["1+1="], template, bos="<bos>")
         first, *others, last = row["tokens"]
         assert first == "<bos>" not in others and last != "<|im_end|>"
+    (row,) = encode(["1+1="], CHATML + "<|im_end|>")
+    assert row["tokens"][-1] == "<|im_end|>"
 
 
-def test_over_long_and_empty_prompts_are_left_out(capsys):
-    options = dict(max_prompt_length=6, prompt_template="q:{question}")
-    rows = encode(["1+1=", "10+1="], None, **options)
-    assert [row["prompts"] for row in rows] == ["q:1+1="]
-    assert "1 of 2 prompts fit" in capsys.readouterr().out
-    # With 512 more tokens 1000 positions are full.
-    assert len(encode(["1" * 488, "1" * 489], None)) == 1
-
-
-@cases("reward", ["accuracy=2", "math"])
-@cases("prompt", ["1+1?", [dict(role="user", content="1+1?")]])
-def test_answers_are_asked_for_in_a_box(prompt, reward):
-    (row,) = encode([prompt], None, reward=("format", reward))
+def test_with_accuracy_the_answer_is_asked_for_in_a_box():
+    (row,) = encode(["1+1?"], None, rewards=("format", "accuracy"))
     assert row["prompts"].startswith("1+1?\nReason") and "\\boxed{}" in row["prompts"]
+    assert encode(["1+1?"], None, rewards=("format",))[0]["prompts"] == "1+1?"
 
 
 # ----------------------------------------------------------------------------- rewards
@@ -1295,23 +1117,12 @@ def sees(prompts, completions, completion_ids, answer, level, **columns):
     answer.clear()
     return [neighbour.half * len(text) for text in completions]
 
-def judges_some(prompts, **columns):
-    return [None, 1.0, 0.0, None]
-
-def judges_none(prompts, **columns):
-    return [None] * 4
-
-def first(prompts, **columns):
-    return [0.1, 0.0, 0.1, 0.0] * (len(prompts) // 4)
-
-def second(prompts, **columns):
-    return [0.2, 0.0, 0.2, 0.0] * (len(prompts) // 4)
-
-def third(prompts, **columns):
-    return [0.4, 0.7, 0.4, 0.7] * (len(prompts) // 4)
-
-def tenths(prompts, **columns):
-    return [0.1, None, 0.1, 0.1] * (len(prompts) // 4)
+judges_some = lambda **columns: [None, 1.0, 0.0, None]
+judges_none = lambda **columns: [None] * 4
+first = lambda prompts, **columns: [0.1, 0.0, 0.1, 0.0] * (len(prompts) // 4)
+second = lambda prompts, **columns: [0.2, 0.0, 0.2, 0.0] * (len(prompts) // 4)
+third = lambda prompts, **columns: [0.4, 0.7, 0.4, 0.7] * (len(prompts) // 4)
+tenths = lambda prompts, **columns: [0.1, None, 0.1, 0.1] * (len(prompts) // 4)
 """
 
 
@@ -1322,68 +1133,63 @@ def mine(tmp_path):
     return f"{tmp_path}/mine.py"
 
 
+def load_rewards(*specs):
+    """The rewards of a run with these words after --reward."""
+    return make_run(tiny_model(), reward=list(specs), beta=0.0).rewards
+
+
 def score(
     rewards, texts=("2<eos>", "3<eos>", "2<eos>", "22<eos>"), num_rows=1, eos=(0,)
 ):
-    """`score_completions` of these completions of 1+1=."""
     tokenizer = grpo.tiny_model(0)[1]
     ids, mask = grpo.pad([tokenizer.encode(text) for text in texts], "right")
     run = SimpleNamespace(
-        tokenizer=tokenizer,
-        rewards=grpo.load_rewards(rewards),
-        eos_token_ids=eos,
-        config=grpo.Config(scale_rewards="none"),
+        tokenizer=tokenizer, rewards=load_rewards(*rewards), eos_token_ids=eos
     )
     rows = [dict(prompts="1+1=", answer="2", level=5, completions="2")] * num_rows
-    batch = grpo.Batch(ids[:num_rows], mask[:num_rows], ids, mask)
-    return grpo.score_completions(run, rows, batch)
+    return grpo.score(run, rows, grpo.Batch(None, None, ids, mask))
 
 
 def test_a_reward_of_ones_own_sees_copies_of_every_column(mine):
-    scores = score([f"{mine}:sees=-2", "accuracy"])
-    assert scores.logged["rewards/sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
-    assert scores.logged["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
-    assert scores.outcome.tolist() == [0.0, -1.0, 0.0, -2.0]  # the weighted sum
-    assert not scores.step_rewards.any()
+    _, scores = score([f"{mine}:sees=-2", "accuracy"])
+    assert scores[f"rewards/{mine}:sees"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert scores["rewards/accuracy"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert scores["reward"].tolist() == [0.0, -1.0, 0.0, -2.0]
 
 
 def test_the_end_of_a_text_that_was_cut_off_is_no_answer():
-    scores = score(["accuracy"], ["2<eos>", "2", "2 2<eos>", "#### 2"])
-    assert scores.columns["finished"] == [True, False, True, False]
-    assert scores.outcome.tolist() == [1.0, 0.0, 1.0, 1.0]
-    scores = score(["accuracy"], ["2<eos>", "2<unk>", "2"], eos=(7, 0, 1))
-    assert scores.columns["finished"] == [True, True, False]  # by any EOS
+    columns, scores = score(["accuracy"], ["2<eos>", "2", "2 2<eos>", "#### 2"])
+    assert columns["finished"] == [True, False, True, False]
+    assert scores["reward"].tolist() == [1.0, 0.0, 1.0, 1.0]
+    columns, _ = score(["accuracy"], ["2<eos>", "2<unk>", "2"], eos=(7, 0, 1))
+    assert columns["finished"] == [True, True, False]  # by any EOS
 
 
-def test_rewards_come_from_that_very_file_run_once(tmp_path):
-    """Of any name, also one that another folder has."""
+def test_a_reward_file_is_found_by_its_path_and_run_once(tmp_path):
     source = f"open({str(tmp_path / 'log')!r}, 'a').write('x')\ndef f(): return %d"
-    for i, name in enumerate(["a=1/own.py", "b/own.py", "b/math.py", "b/code.py"]):
+    for i, name in enumerate(["a=1/own.py", "b/own.py", "b/math.py"]):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(source % i)
-        ((function, weight),) = grpo.load_rewards([f"{path}:f=0.5"]).values()
+        ((function, weight),) = load_rewards(f"{path}:f=0.5").values()
         assert (function(), weight) == (i, 0.5)
-        grpo.load_rewards([f"{path}:f"])
-    assert (tmp_path / "log").read_text() == "x" * 4
-    assert sys.modules["math"] is math
+        assert list(load_rewards(f"{path}:f")) == [f"{path}:f"]
+    assert (tmp_path / "log").read_text() == "xxx" and sys.modules["math"] is math
 
 
-def test_what_is_not_judged_gets_the_mean_of_its_group(mine):
-    rewards = score([f"{mine}:judges_some"], num_rows=2).outcome
-    assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert not score([f"{mine}:judges_none"]).outcome.any()
-    scores = score([f"{mine}:judges_some"], num_rows=4)  # as an evaluation does
-    assert scores.logged["rewards/judges_some"].mean() == 0.5
+def test_what_is_not_judged_gets_the_mean_of_its_group_or_of_all(mine):
+    _, scores = score([f"{mine}:judges_some"], num_rows=2)
+    assert scores["reward"].tolist() == [1.0, 1.0, 0.0, 0.0]
+    _, scores = score([f"{mine}:judges_none"])
+    assert not scores["reward"].any()
+    _, scores = score([f"{mine}:judges_some"], num_rows=4)  # as in an evaluation
+    assert scores["reward"].tolist() == [0.5, 1.0, 0.0, 0.5]
+    assert scores[f"rewards/{mine}:judges_some"].nanmean() == 0.5
 
 
 LINES = r"""
-"1+1\n2+2<eos>" | [3, 7]
-"1+1\n\n2+2\n<eos>" | [3, 9]
-"\n\n1+1<eos>" | [5]
-"1+1\n2+2" | [3, 6]
-" \n <eos>" | []
-"9.\n1+1<eos>" | [0, 3]
+"1+1\n2+2<eos>" | [3, 7] ;; "1+1\n\n2+2\n<eos>" | [3, 9] ;; "\n\n1+1<eos>" | [5]
+"1+1\n2+2" | [3, 6] ;; " \n <eos>" | [] ;; "9.\n1+1<eos>" | [0, 3]
 """  # a blank line is no step; the last token of the tokenizer has a break within
 
 
@@ -1395,55 +1201,33 @@ def test_steps_end_where_their_lines_do(text, ends):
     assert found == ends and len(texts) == len(ends)
 
 
-# What a function returns for completions of two steps and of one; what it means.
 RETURNED = """
-np.array([0.1, 1]) | [0.1, 1]
-[np.float64(0.5), np.float32(1)] | [0.5, 1]
+np.array([0.1, 1]) | [0.1, 1] ;; [np.float64(0.5), np.float32(1)] | [0.5, 1]
 (np.bool_(True), np.int64(3)) | [1, 3]
 torch.tensor([0.5, 1], requires_grad=True) | [0.5, 1]
-[torch.tensor(0.5), Fraction(1, 4)] | [0.5, 0.25]
-[None, Decimal(1)] | [nan, 1]
+[torch.tensor(0.5), True] | [0.5, 1] ;; [None, 1] | [nan, 1]
 np.array([None, True]) | [nan, 1]
-[[1, 0.5], [0]] | [1, 0.5, 0]
-[np.array([1, 0.5]), None] | [1, 0.5, nan]
-[None, [0.5]] | [nan, nan, 0.5]
-[(True, torch.tensor(2)), torch.tensor([1.0])] | [1, 2, 1]
 """
-NOT_RETURNED = """None; 1.0; np.float64(1); "10"; {}; {0: 1, 1: 1}; {0, 1}; iter([1, 2])
+NOT_RETURNED = """None; 1.0; np.float64(1); "10"; {}; {"a": 1, "b": 1}; {0, 1}
+iter([1, 2])
 [1]; [1, 2, 3]; np.ones((1, 2)); ["1", 0]; [b"1", 0]; [np.str_("1"), 0]; [1, {}]
-[1, print]; [1, [0]]; [[1, 2], 0]; [[1, 2], 0.5]; [[1, 2], []]; [[1], [1]]; [1, 1j]
-[[1, 2], ["1"]]; [[[1], [2]], [1]]; [[1, None], [1]]; [nan, 1]; [1, np.inf]
-[[1, nan], [1]]; [10**400, 1]; [{1: 1, 2: 2}, [1]]; [[1, 2], "1"]"""
-
-
-def call_reward(returned):
-    """`call_reward` of a function that returns this Python expression."""
-    scope = dict(np=np, torch=torch, Fraction=Fraction, Decimal=Decimal, nan=math.nan)
-    columns = dict(steps=[["a", "b"], ["c"]])
-    return grpo.call_reward("mine", lambda **columns: eval(returned, scope), columns)
+[1, print]; [1, [0]]; [[1, 2], 0]; [1, 1j]; (x for x in [0, 1]); torch.ones(2, 2)
+[nan, 1]; [1, np.inf]; [10**400, 1]; [[1], [1]]; np.ones((2, 2))"""
+SCOPE = dict(np=np, torch=torch, nan=math.nan)
 
 
 @cases("returned, expected", table(RETURNED))
 def test_a_reward_is_whatever_float_takes(returned, expected):
-    found, by_step = call_reward(returned)
-    expected = torch.tensor(eval(expected, dict(nan=math.nan)), dtype=torch.float64)
-    assert_close(found, expected, equal_nan=True, atol=0, rtol=0)
-    assert by_step == (len(found) == 3)
+    found = grpo.to_floats(eval(returned, SCOPE), 2, "mine")
+    assert found == approx(eval(expected, SCOPE), nan_ok=True, abs=0)
+    assert {type(x) for x in found} == {float}
 
 
 @cases("returned", re.split("; |\n", NOT_RETURNED))
 def test_what_is_no_reward_is_shown_in_one_line(returned):
-    with raises(Error, match="^the reward mine returned .") as stop:
-        call_reward(returned)
+    with raises(Error, match="^mine returned .*, not 2 finite numbers$") as stop:
+        grpo.to_floats(eval(returned, SCOPE), 2, "mine")
     assert len(str(stop.value)) < 300
-
-
-def test_what_a_reward_raises_has_its_traceback(capsys, monkeypatch, mine):
-    """An OSError of its own, or an import, is no mistake of the user's at the start."""
-    for error in ("OSError('no network')", "ModuleNotFoundError('judge')"):
-        with raises(grpo.Stop, match="the reward mine raised"):
-            call_reward(f"(_ for _ in ()).throw({error})")
-        assert "Traceback" in capsys.readouterr().err
 
 
 @cases("names", ["first second third", "tenths"])
@@ -1451,24 +1235,11 @@ def test_equal_sums_of_rewards_have_no_advantage(mine, names, tmp_path, monkeypa
     """0.1 + 0.2 + 0.4 and 0.7, which in float32 give advantages of ±0.9; or 0.1 and the
     mean of three, which is a bit more."""
     updates = watch(monkeypatch, "update")
-    rewards = [f"--reward {mine}:{name}" for name in names.split()]
+    rewards = ["--reward", *(f"{mine}:{name}" for name in names.split())]
     options = "--max-steps 1 --sft-steps 0 --eval-every 0", *rewards
     (row,) = train(tmp_path / "run", QUICK, *options)
     assert row["zero_std_fraction"] == 1
     assert not updates[0][1].advantages.any()
-
-
-WRONG_NAMES = "acuracy accuracy=much {mine}:missing {mine}: missing.py:f = "
-WRONG_NAMES += "trl.rewards:accuracy_reward {mine} {mine}=2 json:loads {mine}:sees=nan"
-
-
-@cases("spec", WRONG_NAMES.split())
-def test_a_reward_that_is_not_there_is_named(mine, spec):
-    spec = spec.format(mine=mine)
-    with raises(Error, match=f"--reward {spec}: .*FILE.py:FUNCTION"):
-        grpo.load_rewards([spec])
-    with raises(Error, match="each once"):
-        grpo.load_rewards(["accuracy", "accuracy=2"])
 
 
 # -------------------------------------------------------------- rewards of the README
@@ -1483,34 +1254,54 @@ def readme(tmp_path):
     return SimpleNamespace(**functions, constants=functions["judge"].__globals__)
 
 
-def test_the_reward_model_of_the_readme(readme, tmp_path):
-    _, tokenizer = grpo.tiny_model(0)
-    tokenizer.chat_template = "{{ messages[-1].content }}<eos>"
-    tokenizer.save_pretrained(tmp_path)
-    options = SMALL | HEADS | dict(intermediate_size=48, initializer_range=0.5)
-    config = transformers.Qwen2Config(vocab_size=47, num_labels=1, **options)
-    model = transformers.Qwen2ForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    readme.constants["REWARD_MODEL"] = str(tmp_path)
-    texts = ["so " * (7 * i % 10) + str(i) for i in range(20)]
-    expected = []
-    for text in texts:
-        ids = tokenizer(text + "<eos>", return_tensors="pt").input_ids
-        expected.append(model(ids).logits.item())
-    scores = readme.reward_model([""] * 20, texts, messages=[[]] * 20)
-    assert scores == approx(expected, abs=1e-4)
+MATH_SAME = r"""
+\frac{3}{4}|0.75; 2\sqrt{2}|\sqrt{8}; \{1,2\}|\{2,1\}; (1,2)|(1, 2); [1,2)|[1, 2)
+50\%|0.5; 90^\circ|90; \text{(A)}|A; \text{yes}|Yes; x^2+1|1+x^2; \frac{\pi}{2}|\pi/2
+\begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix} 1 \\ 2 \end{pmatrix}; x=5|5; $18|18
+\sqrt{8}|\[2\sqrt{2}\]; \[90\]|90; \(\sqrt{8}\)|2\sqrt{2}
+10,\!080|10080; \frac12|0.5; 2\frac{1}{2}|2.5; Evelyn|\text{evelyn}; 5 \text{ cm}|5
+"""
+MATH_DIFFERENT = r"""
+\frac{3}{4}|0.74; \{1,2\}|\{1,3\}; (1,2)|(2,1); [1,2)|(1,2); 2\sqrt{2}|\sqrt{2}; A|B
+\begin{pmatrix}1\\2\end{pmatrix}|\begin{pmatrix}2\\1\end{pmatrix}; 5, 7|5; ±7|7; 5x|5
+7 tenths|7; 7, or maybe 8|7; \foo|\bar; \frac{|\sqrt{; yes|no; 9^{9^{9}}|7
+"""
+FREE = r"""
+["So it is $3\sqrt{7}$.", "So it is 7."] | "7" | None | [0, 1]
+["So it is $3\sqrt{7}$.", "$x$, so 2."] | r"\sqrt{63}" | [True, True] | [1, 0]
+["So it is $3\sqrt{7}$."] | r"3\sqrt{7}" | [False] | [0]
+"""  # without a box or a mark
+MATHS = [(SAME, True), (MATH_SAME, True), (MATH_DIFFERENT, False)]
 
 
-def test_the_judge_of_the_readme(readme, tmp_path):
-    """By a real pipeline; what a reply without a mark scores is not judged."""
-    model, tokenizer = grpo.tiny_model(0)
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path)
+@cases("answer, gold, verdict", [(*x, y) for t, y in MATHS for x in pairs(t)])
+def test_math_of_the_readme_compares_latex(readme, answer, gold, verdict):
+    pytest.importorskip("math_verify")
+    assert readme.math([""], ["#### " + answer], [gold]) == [verdict]
+
+
+@cases("row", values(SCORES + FREE.lstrip()))
+def test_math_of_the_readme_scores_like_accuracy(readme, row):
+    pytest.importorskip("math_verify")
+    check_scores(readme.math, row)
+
+
+def test_the_reward_model_of_the_readme(readme):
+    def scorer(texts, add_special_tokens):
+        return [dict(score=len(text)) for text in texts]
+
+    scorer.tokenizer = mock.Mock()
+    scorer.tokenizer.apply_chat_template = lambda chat, tokenize: str(chat)
+    readme.constants["load"] = lambda task, name, function_to_apply: scorer
+    chats = [[dict(role="user", content="1+1=")]] * 2
+    whole = [[*chats[0], dict(role="assistant", content=x)] for x in ("2", "two")]
+    expected = [len(str(chat)) for chat in whole]
+    assert readme.reward_model(chats, ["2", "two"], messages=chats) == expected
+
+
+def test_the_judge_of_the_readme(readme):
+    """A completion for which the reply has no mark is not judged."""
     chats = [[dict(role="user", content=f"{i}+1=")] for i in range(3)]
-    columns = dict(prompts=[""] * 3, completions=["<#>", "2", "3"], messages=chats)
-    readme.constants["JUDGE"] = str(tmp_path)
-    assert len(readme.judge(**columns)) == 3
     asked = []
 
     def pipeline(chats, **options):
@@ -1518,7 +1309,7 @@ def test_the_judge_of_the_readme(readme, tmp_path):
         return [[dict(generated_text=x)] for x in ("10", "Mark: 7/10", "100 or so")]
 
     readme.constants["load"] = lambda task, name: pipeline
-    assert readme.judge(**columns) == [1.0, 0.7, None]
+    assert readme.judge(chats, ["<#>", "2", "3"], messages=chats) == [1.0, 0.7, None]
     assert asked[0].startswith("0+1=") and asked[0].endswith("<#>")
 
 
@@ -1535,21 +1326,15 @@ BLOCK = f"Here it is:\n```python\n{GOOD}```\nDone."
 COMPLETIONS = r"""
 BLOCK | TESTS | 1.0
 f"```python\nfrom __future__ import annotations\n{GOOD}```" | TESTS | 1.0
-"```python\nx = 1\n```\n" + BLOCK | TESTS | 1.0
-BLOCK + "\n```\n3\n```" | TESTS | 1.0
-BLOCK + "\n```python\nx = 1\n```" | TESTS | 0.0
-f"```python\n{GOOD}" | TESTS | 0.0
+"```python\nx = 1\n```\n" + BLOCK | TESTS | 1.0 ;; BLOCK + "\n```\n3\n```" | TESTS | 1.0
+BLOCK + "\n```python\nx = 1\n```" | TESTS | 0.0 ;; f"```python\n{GOOD}" | TESTS | 0.0
 BLOCK | "assert add(1, 2) == 4" | 0.0
 """  # the last block counts, but not what the program prints; the last one is cut off
 BAD_CODE = r"""
-GOOD.replace("+", "-")
-"def add(a, b:\n"
-"while True: pass"
-"import time; time.sleep(100)"
-GOOD + "x = bytearray(10**9)"
+GOOD.replace("+", "-") ;; "def add(a, b:\n" ;; "while True: pass"
+"import time; time.sleep(100)" ;; GOOD + "x = bytearray(10**9)"
 GOOD + "import sys\nfor _ in range(10**6): sys.stdout.write('x' * 10**4)"
-"raise SystemExit(0)"
-"import os; print('passed', flush=True); os._exit(0)"
+"raise SystemExit(0)" ;; "import os; print('passed', flush=True); os._exit(0)"
 "import os\nfor _ in range(7): os.fork()\nos.setsid()\nwhile True: pass"
 "import os; assert 'HOME' not in os.environ; os._exit(0)"
 """
@@ -1573,23 +1358,22 @@ def test_code_that_does_not_pass_is_stopped(readme, code):
     assert time.perf_counter() - start < 10  # 1 second of work, 3 in all
 
 
-ESCAPES = {
-    "file": "assert open({file!r}).read() == 'mine'",
-    "write": "open({file!r}, 'a').close()",
-    "process": "import os; os.kill({pid}, 0)",
-    "network": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
-    "environment": "import os; assert os.environ['HOME']",
-}
+ESCAPES = """
+assert open({file!r}).read() == 'mine'
+open({file!r}, 'a').close()
+import os; os.kill({pid}, 0)
+import socket; socket.create_connection(('127.0.0.1', {port}), 1)
+import os; assert os.environ['HOME']
+"""
 
 
 @needs_bwrap
-@cases("name", ESCAPES)
-def test_code_sees_nothing_of_the_user(readme, tmp_path, name):
-    file = tmp_path / "mine"
-    file.write_text("mine")
+@cases("escape", ESCAPES.strip().splitlines())
+def test_code_sees_nothing_of_the_user(readme, tmp_path, escape):
+    (tmp_path / "mine").write_text("mine")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code = ESCAPES[name].format(file=str(file), pid=os.getpid(), port=port)
+        code = escape.format(file=f"{tmp_path}/mine", pid=os.getpid(), port=port)
         exec(code)  # it works here
         assert not readme.passes(code)
 
@@ -1598,23 +1382,19 @@ def test_code_sees_nothing_of_the_user(readme, tmp_path, name):
 QUICK = "--max-steps 3 --sft-steps 2 --prompts-per-step 4 --num-generations 4 "
 QUICK += "--eval-every 3 --warmup-steps 2"
 VARIED = """
-import os
-import signal
+import os, signal
 calls = []
 
 def varied(prompts, completions, **columns):  # a model without skill gets some
     calls.append(prompts)
     if len(calls) == int(os.environ.get("FAIL_AT", 0)):
-        raise ValueError("out of coffee")
+        raise OSError("out of coffee")
     if len(calls) == int(os.environ.get("STOP_AT", 0)):
         os.kill(os.getpid(), signal.SIGTERM)
     if "SEEN" in os.environ:
         print(completions, file=open(os.environ["SEEN"], "a"))
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 """
-METRICS = """step loss reward reward_std rewards/accuracy kl clip_fraction grad_norm
-skipped completion_length truncated_fraction zero_std_fraction learning_rate num_tokens
-rollout_seconds update_seconds step_seconds peak_memory_gb"""
 
 
 def vary(text):
@@ -1624,7 +1404,7 @@ def vary(text):
 def write_varied(folder):
     """Options for a reward whose call FAIL_AT fails, or STOP_AT gets a signal."""
     Path(folder, "varied.py").write_text(VARIED)
-    return f"--reward {folder}/varied.py:varied --reward accuracy"
+    return f"--reward {folder}/varied.py:varied accuracy"
 
 
 @pytest.fixture
@@ -1632,18 +1412,25 @@ def varied(tmp_path_factory):
     return write_varied(tmp_path_factory.mktemp("reward"))
 
 
+def run(words):
+    """Train in this process as a process of its own would, which frees its lock."""
+    grpo.run_file.cache_clear()
+    with mock.patch.object(grpo.atexit, "register") as register:
+        try:
+            grpo.train(*grpo.set_up(grpo.parse_args(" ".join(map(str, words)).split())))
+        finally:
+            for call in register.mock_calls:
+                call.args[0]()
+
+
 def train(folder, *options):
-    """A run in this process -> its training steps."""
-    words = " ".join(map(str, options)).split()
-    grpo.run_file.cache_clear()  # as in a process of its own
-    grpo.train(grpo.parse_args([*words, "--output-dir", str(folder)]))
+    """A new run -> its training steps."""
+    run([*options, "--output-dir", folder])
     return [row for row in metrics_of(folder) if "loss" in row]
 
 
 def resume(folder, *options):
-    """Go on with a run in this process."""
-    words = " ".join(map(str, ["--resume", folder, *options])).split()
-    grpo.train(grpo.parse_args(words))
+    run(["--resume", folder, *options])
 
 
 def saved_steps(folder):
@@ -1651,29 +1438,25 @@ def saved_steps(folder):
 
 
 @pytest.fixture(autouse=True)
-def forget_modules():
-    """Files of rewards: other tests have others of the same name."""
+def forget_this_test():
+    """Reward files, as others have the same names, and the handlers of signals."""
     path = list(sys.path)
+    handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
     yield
     sys.path[:] = path
     sys.modules.pop("neighbour", None)
     grpo.run_file.cache_clear()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def start(*options):
-    """A run in a process of its own."""
     words = " ".join(map(str, options)).split()
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, grpo.__file__, *words],
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, grpo.__file__, *words], **pipes)
 
 
 def metrics_of(folder, name="metrics.jsonl"):
-    """Rows of a log without times."""
     log = Path(folder, name)
     return [
         {x: y for x, y in row.items() if not x.endswith(("seconds", "gb"))}
@@ -1682,23 +1465,17 @@ def metrics_of(folder, name="metrics.jsonl"):
 
 
 def end_of(folder):
-    """The logs of a run, and the bytes of its one checkpoint's weights and moments."""
-    (checkpoint,) = folder.glob("checkpoint-*")
-    files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.pt")]
-    assert len(files) > 1
-    logs = metrics_of(folder), metrics_of(folder, "completions.jsonl")
-    return logs, {x.relative_to(folder): x.read_bytes() for x in files}
+    """The training steps in a run's log, of which some may have been written twice, and
+    the bytes of its one checkpoint."""
+    (checkpoint,) = Path(folder).glob("checkpoint-*")
+    rows = {json.dumps(row) for row in metrics_of(folder) if "loss" in row}
+    assert (checkpoint / "state" / ".metadata").exists()
+    files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("state/*.distcp")]
+    return rows, {x.relative_to(folder): x.read_bytes() for x in files}
 
 
 def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
-def adapted(folder):
-    """Weights of the adapter in a checkpoint, merged."""
-    peft = pytest.importorskip("peft")
-    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
-    return model.merge_and_unload().state_dict()
 
 
 def test_the_main_command_learns(tmp_path):
@@ -1708,13 +1485,13 @@ def test_the_main_command_learns(tmp_path):
     rewards = [row["reward"] for row in metrics_of(tmp_path) if "reward" in row]
     assert sum(rewards[:5]) / 5 <= 0.45
     assert sum(rewards[-5:]) / 5 >= 0.90
-    assert re.search(r"450 of 450 prompts fit, the first: \['\d+\+\d='\]", output)
+    assert re.search(r"450 of 450 prompts fit.*first prompt: '\d+\+\d='", output, re.S)
+    assert re.search(r"step 1: reward [01].00 for '\d+\+\d=' -> '", output)
     before, *_, after = re.findall(r"greedy held-out reward (\S+)", output)
     assert float(before) < 0.5 < 0.7 < float(after)
 
 
 def test_each_step_and_each_seed_draws_other_numbers(tmp_path, varied):
-    """The same prompt by a model that stands still."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
     options = f"--data {tmp_path}/data.jsonl --prompts-per-step 1 --sft-steps 0"
     options += " --learning-rate 0 --max-steps 2 --eval-every 1 --seed"
@@ -1728,133 +1505,100 @@ def test_each_step_and_each_seed_draws_other_numbers(tmp_path, varied):
     assert len(rows) == 16 and len(texts) == 4
 
 
-LISTS = """
-def lists(steps, **columns):
-    return [[len(step) for step in row] for row in steps]
-
-def first(steps, **columns):
-    return [[i == 0 for i in range(len(row))] for row in steps]
-
-def outcome(completion_ids, **columns):
-    return [sum(ids) % 7 for ids in completion_ids]
+STEPS_REWARD = """
+lengths = lambda steps, **_: [[len(step) for step in row] for row in steps]
+outcome = lambda completion_ids, **_: [sum(ids) % 7 for ids in completion_ids]
+nan = lambda steps, **_: [[float("nan") for step in row] for row in steps]
+none = lambda steps, **_: [[None for step in row] for row in steps]
+text = lambda steps, **_: [["1" for step in row] for row in steps]
+longer = lambda steps, **_: [[1.0 for step in row] + [1.0] for row in steps]
 """
 
 
 @cases("scale", ["group", "none"])
-@cases("weight", [0, -3])
-def test_rewards_of_steps_become_advantages(tmp_path, monkeypatch, scale, weight):
-    """Those of one step add up before they are normalised, apart from outcomes."""
-    (tmp_path / "lists.py").write_text(LISTS)
+def test_step_rewards_become_advantages_of_their_own(tmp_path, monkeypatch, scale):
+    path = tmp_path / "own.py"
+    path.write_text(STEPS_REWARD)
     updates = watch(monkeypatch, "update")
-    options = f"--reward {tmp_path}/lists.py:lists=2 {tmp_path}/lists.py:first={weight}"
-    options += f" {tmp_path}/lists.py:outcome --scale-rewards {scale} --sft-steps 0"
-    options += " --max-steps 1 --num-generations 64 --max-completion-length 3"
-    (row,) = train(tmp_path / "run", QUICK, options)
+    options = f"--step-reward {path}:lengths --reward {path}:outcome --sft-steps 0"
+    options += f" --scale-rewards {scale} --max-steps 1 --num-generations 64"
+    (row,) = train(tmp_path / "run", QUICK, options, "--max-completion-length 3")
     ((run, batch, _),) = updates
-    rewards, ends, means = [], [], []
+    rewards, ends = [], []
     for ids, mask in zip(batch.completion_ids, batch.mask):
         texts, found = grpo.split_steps(run.tokenizer, ids[mask].tolist())
-        lengths = [*map(len, texts)]
-        rewards.append([2.0 * x + weight * (i == 0) for i, x in enumerate(lengths)])
+        rewards.append([*map(len, texts)])
         ends.append(found)
-        means.append(sum(lengths) / max(1, len(lengths)))
     expected = grpo.process_advantages(rewards, ends, 64, 3, scale_rewards=scale)
     outcomes = (batch.completion_ids * batch.mask).sum(1) % 7
     advantages = grpo.group_advantages(outcomes.float(), 64, scale)
     assert_near(batch.advantages, expected + advantages[:, None])
     assert max(map(len, ends)) > 1
-    mean = sum(means) / len(means)
-    assert row["rewards/lists"] == approx(mean)
-    total = 2 * mean + weight * row["rewards/first"] + row["rewards/outcome"]
-    assert row["reward"] == approx(total, rel=1e-4)
+    flat = sum(rewards, [])
+    assert row["step_reward"] == approx(sum(flat) / len(flat))
+    assert row["reward"] == approx(outcomes.double().mean().item())
+
+
+@cases("name", ["nan", "text", "longer", "none"])
+def test_wrong_step_rewards_are_shown_in_one_line(tmp_path, name):
+    (tmp_path / "own.py").write_text(STEPS_REWARD)
+    options = f"--step-reward {tmp_path}/own.py:{name} --sft-steps 0 --eval-every 0"
+    expected = "^--step-reward returned (.*, not . finite numbers|None for a step)$"
+    with raises(Error, match=expected):
+        train(tmp_path / "run", QUICK, options)
 
 
 def test_a_run_leaves_metrics_and_completions(tmp_path, varied, monkeypatch):
-    handler = signal.getsignal(signal.SIGTERM)
     evaluations = watch(monkeypatch, "evaluate")
     sampled = watch(monkeypatch, "generate")
     options = "--temperature 0.7 --max-completion-length 1 --sft-steps 0"
     rows = train(tmp_path, QUICK, varied, options, "--eval-every 2")
-    assert handler == signal.getsignal(signal.SIGTERM)
     assert {args[-1] for args in sampled[1:]} == {0, 0.7}
     assert [row["learning_rate"] for row in rows] == approx([5e-4, 1e-3, 1e-3])
     completions = metrics_of(tmp_path, "completions.jsonl")
-    names = "rewards/varied rewards/accuracy reward truncated_fraction".split()
+    name = f"rewards/{varied.split()[1]}"
+    names = [name, "rewards/accuracy", "reward"]
     for i, row in enumerate(rows):  # the first, one that is evaluated, the last
+        samples = completions[16 * i : 16 * (i + 1)]
         scored = []
-        for record in completions[16 * i : 16 * (i + 1)]:
-            text = record["completions"]
-            parts = [vary(text), float(text == str(record["answer"]))]
-            scored.append([*parts, sum(parts), float(not record["finished"])])
-            found = [record[name] for name in names[:3]]
-            assert found == approx(scored[-1][:3])
+        for sample in samples:
+            text = sample["completions"]
+            parts = [vary(text), float(text == str(sample["answer"]))]
+            scored.append([*parts, sum(parts)])
+            assert [sample[name] for name in names] == approx(scored[-1])
         columns = torch.tensor(scored)
         assert [row[name] for name in names] == approx(columns.mean(0).tolist())
         spreads = columns[:, 2].view(4, 4).std(1)
         assert row["reward_std"] == approx(spreads.mean().item())
         assert row["zero_std_fraction"] == (spreads == 0).double().mean() < 1
-    for row in rows:
+        cut_off = sum(not sample["finished"] for sample in samples)
+        assert row["truncated_fraction"] == cut_off / 16
         assert row["num_tokens"] == approx(16 * row["completion_length"])
         assert row["loss"] == approx(0.04 * row["kl"], abs=1e-6)
     assert rows[2]["kl"] > 1e-4
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[-2:]
-    last, evaluation = map(json.loads, lines)
-    assert set(METRICS.split()) <= last.keys()
-    run, held_out = evaluations[-1]  # it is greedy
+    last, evaluation = open(tmp_path / "metrics.jsonl").read().splitlines()[-2:]
+    expected = """loss reward_std clip_fraction grad_norm skipped completion_length
+    rollout_seconds update_seconds step_seconds peak_memory_gb"""
+    assert set(expected.split()) <= json.loads(last).keys()
+    run, held_out, _ = evaluations[-1]  # it is greedy
     batch = grpo.rollout(run, held_out, num_generations=1, temperature=0)
     texts = run.tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True)
-    scores = [*map(vary, texts)]
-    assert evaluation["eval/rewards/varied"] == approx(sum(scores) / len(scores))
+    mean = sum(map(vary, texts)) / len(texts)
+    assert json.loads(evaluation)[f"eval/{name}"] == approx(mean)
 
 
-SMALL = dict(hidden_size=32, num_hidden_layers=2)
-HEADS = json.loads(
-    '{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}'
-)
-SEEING = dict(gemma3="gemma3_text", llava="qwen2", mistral3="mistral")
-
-
-@cases("kind, text", SEEING.items())
-@cases("tie", [True, False])
-def test_of_a_model_that_also_sees_the_text_model_is_loaded(tmp_path, kind, text, tie):
-    config = AutoConfig.for_model(
-        kind,
-        text_config=dict(SMALL | HEADS, model_type=text, vocab_size=54),
-        vision_config=dict(SMALL, num_attention_heads=2, image_size=16, patch_size=8),
-        tie_word_embeddings=tie,
-    )
-    whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
-    whole.save_pretrained(tmp_path)
-    grpo.tiny_model(0)[1].save_pretrained(tmp_path)
-    model, _, _ = grpo.load_model(str(tmp_path), 0)
-    ids = torch.randint(47, (2, 7))
-    assert torch.equal(model(ids).logits, whole(input_ids=ids).logits)
-    if tie:
-        return
-    lora = "--lora-rank 2" if importlib.util.find_spec("peft") else ""
-    for options in ("", lora):
-        run = tmp_path / f"run{options}"
-        options += f" --prompt-template {{question}} --model {tmp_path} --max-steps 1"
-        train(run, QUICK, options, "--max-completion-length 8")
-        for folder in (run / "sft", run / "checkpoint-1"):
-            _, info = AutoModelForCausalLM.from_pretrained(
-                folder, output_loading_info=True
-            )
-            assert not info["missing_keys"] and not info["unexpected_keys"]
-    if lora:
-        assert_close(adapted(run / "checkpoint-1"), weights_of(run / "checkpoint-1"))
-
-
-def test_a_checkpoint_is_a_model_in_the_dtype_that_was_asked_for(tmp_path, varied):
-    model = "tiny"
-    for dtype in ("bfloat16", "float32"):
-        options = f"--prompt-template {{question}} --dtype {dtype} --model {model}"
-        train(tmp_path / dtype, QUICK, varied, "--max-completion-length 8", options)
-        model = tmp_path / dtype / "checkpoint-3"
-        assert {str(x.dtype) for x in weights_of(model).values()} == {f"torch.{dtype}"}
-        assert metrics_of(tmp_path / dtype)[1]["kl"] == approx(0, abs=1e-6)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+@cases("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_is_a_model_in_the_dtype_of_the_run(tmp_path, varied, dtype):
+    rows = train(tmp_path, QUICK, varied, f"--dtype {dtype}")
+    assert rows[0]["kl"] == approx(0, abs=1e-6)
+    checkpoint = tmp_path / "checkpoint-3"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer.decode(tokenizer.encode("12 + 3\n=")) == "12 + 3\n="
+    model, info = AutoModelForCausalLM.from_pretrained(
+        checkpoint, output_loading_info=True
+    )
+    assert {str(x.dtype) for x in model.parameters()} == {f"torch.{dtype}"}
+    assert not any(info.values()) and model.config.architectures
 
 
 def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
@@ -1864,15 +1608,14 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
     losses, taught = [], set()
 
     def update(run, batch, learning_rate, update=grpo.update):
-        tensors = list(vars(batch).values())[:4]
-        for prompt_ids, mask, ids, ended in zip(*tensors):
-            i = run.tokenizer.decode(prompt_ids[mask]).removesuffix("+1=")
-            taught.add(i + "+1=")
-            assert run.tokenizer.decode(ids[ended]) == f"{i}{i}<eos>"
+        for prompt_ids, mask, ids, ended in zip(*batch.tokens):
+            prompt = run.tokenizer.decode(prompt_ids[mask])
+            taught.add(prompt)
+            assert run.tokenizer.decode(ids[ended]) == 2 * prompt[:-3] + "<eos>"
         assert (batch.advantages == 1).all()
-        logp = slow_logprobs(run.policy, *tensors)
-        metrics = update(run, batch, learning_rate)
+        logp = slow_logprobs(run.policy, *batch.tokens)
         losses.append(-grpo.masked_mean(logp, batch.mask).item())
+        metrics = update(run, batch, learning_rate)
         assert metrics["entropy"] == approx(losses[-1], rel=1e-4)
         return metrics
 
@@ -1886,46 +1629,41 @@ def test_supervised_steps_fit_solution_and_eos(tmp_path, monkeypatch):
 
 
 @cases("dtype, rate", [("float32", 1e-2), ("bfloat16", 1e-6)])
-def test_lora_trains_adapters_alone(tmp_path, varied, dtype, rate):
-    """Adapters and what they are merged into are float32: bfloat16 would round 1e-6."""
+def test_lora_trains_adapters_alone(tmp_path, varied, monkeypatch, dtype, rate):
     pytest.importorskip("peft")
+    saved = watch(monkeypatch, "save")
     options = f"--learning-rate {rate} --dtype {dtype} --lora-rank 2"
     rows = train(tmp_path, QUICK, varied, options)
-    checkpoint = tmp_path / "checkpoint-3"
-    after = weights_of(checkpoint)
-    for name, weight in weights_of(tmp_path / "sft").items():
-        moved = after[name] - weight.to(getattr(torch, dtype)).float()
-        if "proj.weight" in name:
-            assert 0 < moved.abs().median() < moved.abs().max() < 10 * rate
-            assert torch.linalg.matrix_rank(moved, rtol=0.03) <= 2
-        else:
-            assert not moved.any()
+    base = weights_of(tmp_path / "sft")
+    for name, weight in saved[-1][0].policy.named_parameters():
+        assert weight.requires_grad == ("lora_" in name)
+        if "lora_B" in name:
+            assert 0 < weight.abs().median() <= weight.abs().max() < 10 * rate
+        elif "lora_" not in name:
+            assert torch.equal(weight, base[name.replace(".base_layer", "")])
     assert rows[0]["kl"] == approx(0, abs=1e-6)
     assert (rows[2]["kl"] > 1e-6) == (rate == 1e-2)
-    assert_close(adapted(checkpoint), after, atol=1e-3, rtol=0)
 
 
 # --------------------------------------------------------- resume, and what goes wrong
 VARIATIONS = """
-4 | --num-generations 8
-4 | --dtype bfloat16 --num-generations 16 --eval-every 1
-4 | --lora-rank 2 --save-every 2
-5 | --num-iterations 2 --beta 0 --num-generations 16 --eval-every 2
+5 | --num-generations 8 ;; 6 | --dtype bfloat16 --num-generations 16 --eval-every 1
+5 | --lora-rank 2 ;; 4 | --num-iterations 2 --beta 0 --num-generations 16
 2 | --eval-every 3
 """  # the call of the reward that fails; options
-SIX_STEPS = QUICK + " --max-steps 6 --eval-every 0"
+SIX_STEPS = QUICK + " --max-steps 6 --eval-every 0 --save-every 2"
 
 
-@cases("fail_at, variation", table(VARIATIONS))
-def test_a_failed_run_resumes_bit_for_bit(
-    tmp_path, varied, fail_at, variation, monkeypatch
-):
-    if "lora" in variation:
+@cases("fail_at, extra", table(VARIATIONS))
+def test_failed_runs_resume_bit_for_bit(tmp_path, varied, fail_at, extra, monkeypatch):
+    """From its last checkpoint, or from the supervised model. What a reward raises ends
+    the run as it is, with its traceback."""
+    if "lora" in extra:
         pytest.importorskip("peft")
-    options = SIX_STEPS, variation, varied
+    options = SIX_STEPS, extra, varied
     train(tmp_path / "whole", *options)
     monkeypatch.setenv("FAIL_AT", fail_at)
-    with raises(Error, match="the reward varied raised .*out of coffee"):
+    with raises(OSError, match="out of coffee"):
         train(tmp_path / "cut", *options)
     assert bool(saved_steps(tmp_path / "cut")) == (fail_at != "2")
     monkeypatch.delenv("FAIL_AT")
@@ -1933,8 +1671,7 @@ def test_a_failed_run_resumes_bit_for_bit(
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "whole")
 
 
-def test_a_run_that_is_stopped_and_killed_ends_as_if_it_had_not(tmp_path, varied):
-    """In a step, or in the midst of saving; the last time it may be over."""
+def test_a_run_that_is_stopped_and_killed_ends_as_if_it_had_not_been(tmp_path, varied):
     options = SIX_STEPS, varied, "--eval-every 2 --save-every 1 --max-steps"
     train(tmp_path / "whole", *options, 32)
     killed = tmp_path / "killed"
@@ -1945,8 +1682,10 @@ def test_a_run_that_is_stopped_and_killed_ends_as_if_it_had_not(tmp_path, varied
             time.sleep(0.01)
         time.sleep(random.SystemRandom().uniform(0, 0.3))
         process.send_signal(number)
-        process.wait()
+        output, _ = process.communicate()
         words = "--resume", killed
+        if number == signal.SIGTERM:
+            assert f"to go on: python grpo.py --resume {killed}" in output
     (killed / "partial").mkdir(exist_ok=True)
     (killed / "partial" / "stale.safetensors").write_text("")
     for name in ("metrics.jsonl", "completions.jsonl"):
@@ -1963,7 +1702,7 @@ def files_of(folder):
 
 
 def test_a_run_takes_only_a_new_or_empty_folder(tmp_path, varied, monkeypatch):
-    """Of others, a run's or not, it changes no byte; `sft` is somebody's model."""
+    """It changes no byte of any other; `sft` is somebody's model."""
     for name in ("sft/config.json", "partial/mine", "metrics.jsonl", "options.json"):
         for folder in (tmp_path / "theirs", tmp_path / name.replace("/", "-")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -1973,280 +1712,208 @@ def test_a_run_takes_only_a_new_or_empty_folder(tmp_path, varied, monkeypatch):
     before = files_of(tmp_path)
     for folder in [x for x in tmp_path.iterdir() if x.is_dir()]:
         monkeypatch.chdir(folder)
-        for options in ("--model sft", "--max-steps 0", varied):
-            with raises(Error, match="^. is not empty: --resume it, or take another"):
-                train(".", QUICK, options)
+        for options in ("--max-steps 0", varied):
+            with raises(
+                Error, match="^[^ ]+ is not empty: --resume it or choose anoth"
+            ):
+                train(folder.name and f"{folder}/.", QUICK, options)
     assert files_of(tmp_path) == before
 
 
-def test_a_mistake_at_the_start_can_be_typed_again(tmp_path, varied, monkeypatch):
-    """Also one that the first scoring finds, or a kill before it."""
-    monkeypatch.setenv("FAIL_AT", "1")
-    for _ in range(2):
-        with raises(Error, match="out of coffee"):
-            train(tmp_path / "run", QUICK, varied, "--sft-steps 0")
-    assert not (tmp_path / "run").exists()
+SLOW = """
+def slow(**columns):
+    print("asked", flush=True)
+    __import__("time").sleep(60)
+"""
 
 
-def test_of_two_runs_one_gets_the_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda _: "now")
-    folders = set()
-    for i in range(2):  # two processes
-        monkeypatch.setattr(os, "getpid", lambda i=i: i)
-        run = grpo.Run(grpo.Config())
-        grpo.claim(run)
-        folders.add(run.output_dir)
-    assert len(folders) == 2
-    runs = [grpo.Run(grpo.Config(seed=i, output_dir="one")) for i in range(2)]
-    grpo.claim(runs[0])
-    with raises(Error, match="one is not empty"):
-        grpo.claim(runs[1])
-    monkeypatch.setattr(grpo, "check_empty", lambda folder: None)  # both saw it empty
-    with raises(FileExistsError):
-        grpo.claim(runs[1])
+def start_slow(folder):
+    (folder / "slow.py").write_text(SLOW)
+    options = f"{QUICK} --eval-every 0 --reward {folder}/slow.py:slow"
+    process = start(options, "--output-dir", folder / "run")
+    while "asked" not in process.stdout.readline() and process.poll() is None:
+        pass
+    return process
+
+
+def test_only_one_process_writes_to_a_folder_until_it_is_ended(tmp_path):
+    process = start_slow(tmp_path)
+    with raises(Error, match=f"another process is writing to {tmp_path}/run"):
+        resume(tmp_path / "run", "--reward accuracy")
+    process.send_signal(signal.SIGTERM)
+    while "stopping" not in process.stderr.readline() and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+    resume(tmp_path / "run", "--reward accuracy")
+    assert saved_steps(tmp_path / "run") == [3]
 
 
 STOPS = values("""
-"update" | 1 | 0
-"score_completions" | 4 | 0
-"score_completions" | 5 | 1
-"score_completions" | 6 | None
-""")  # a supervised step; the last of four calls of an evaluation; the first step
+"score" | 4 | 0 ;; "score" | 6 | 2 ;; "evaluate" | 2 | 3
+""")  # an evaluation at the start; the second step; the last evaluation
 
 
 @cases("name, call, step", STOPS)
-def test_a_signal_is_heeded_at_once_but_in_the_last_step(
-    tmp_path, varied, monkeypatch, name, call, step
-):
-    """In an evaluation no step follows; in the last step it is over."""
-    options = QUICK, varied, "--eval-every 2 --max-steps 2"
+def test_a_signal_ends_the_step(tmp_path, varied, monkeypatch, name, call, step):
+    options = QUICK, varied
     train(tmp_path / "whole", *options)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     function, cut = getattr(grpo, name), tmp_path / "cut"
     calls = iter(range(1, 99))
 
-    def stopping(*args):
+    def stopping(*args, **options):
         if next(calls) == call:
-            signal.raise_signal(signal.SIGTERM)
-        return function(*args)
+            signal.raise_signal(signal.SIGINT)
+        return function(*args, **options)
 
     monkeypatch.setattr(grpo, name, stopping)
-    if step is None:
+    if step == 3:
         train(cut, *options)
     else:
-        message = rf"SIGTERM after step {step}\.\nGo on with --resume {cut}"
-        with raises(grpo.Stop, match=message):
+        with raises(SystemExit if step else KeyboardInterrupt):
             train(cut, *options)
+        assert saved_steps(cut) == [step] * (step > 0)
         resume(cut)
     assert end_of(cut) == end_of(tmp_path / "whole")
 
 
-def test_resuming_keeps_every_row_and_says_what_it_does(tmp_path, varied, capsys):
-    """The last evaluation stays; a torn line and what is beyond the checkpoint go."""
-    options = SIX_STEPS, varied, "--sft-steps 0 --eval-every 2 --max-steps"
-    train(tmp_path / "run", *options, 3)
-    rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 3]
+def test_resuming_says_what_it_does(tmp_path, varied, capsys):
+    options = SIX_STEPS, varied, "--sft-steps 0 --max-steps 3"
+    train(tmp_path / "run", *options)
+    theirs = tmp_path / "run" / "checkpoint-2-keep"
+    theirs.mkdir()
     resume(tmp_path / "run")
-    assert metrics_of(tmp_path / "run") == rows
-    with open(tmp_path / "run" / "metrics.jsonl", "a") as log:
-        log.write('{"step": 4, "loss": 1}\n{"ste')
-    copy = tmp_path / "run" / "checkpoint-20-keep"
-    (tmp_path / "run" / "checkpoint-3").rename(copy)
-    resume(tmp_path / "run", "--max-steps 4 --save-every 2")
-    output = capsys.readouterr()
-    assert "has no checkpoint: the run begins anew" in output.out
-    assert saved_steps(tmp_path / "run") == [4] and copy.exists()
-    again = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in again] == [0, 1, 2, 2, 3, 4, 4]
-    assert again[:5] == rows[:5]
+    assert "all 3 steps are done; --max-steps" in capsys.readouterr().out
     resume(tmp_path / "run", "--max-steps 5")
-    assert metrics_of(tmp_path / "run")[:7] == again
-    assert " 4/5 " in capsys.readouterr().err  # the bar
+    output = capsys.readouterr()
+    assert f"going on from {tmp_path}/run/checkpoint-3" in output.out
+    assert " 60%" in output.err  # the bar
+    assert saved_steps(tmp_path / "run") == [5] and theirs.exists()
 
 
-def test_out_of_memory_within_a_step_saves_nothing_and_says_what_to_do(
-    tmp_path, varied, monkeypatch
-):
-    step = grpo.MasterAdamW.step
-    error = torch.OutOfMemoryError("CUDA out of memory.\nTried")
-    steps = [step, step, step, mock.Mock(side_effect=error)]
-    monkeypatch.setattr(grpo.MasterAdamW, "step", lambda *args: steps.pop(0)(*args))
-    options = f"{SIX_STEPS} {varied} --sft-steps 0 --num-iterations 2 --output-dir"
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *options.split(), str(tmp_path)])
-    message = f"out of memory.*smaller --micro-batch-tokens.* --resume {tmp_path}"
-    with raises(SystemExit, match=message) as stop:
-        grpo.main()
-    assert "\n" not in stop.value.code
-    assert len(metrics_of(tmp_path)) == 1 and saved_steps(tmp_path) == []
-
-
-def test_what_cannot_be_saved_leaves_the_checkpoint_before(
-    tmp_path, varied, monkeypatch
-):
-    """On a full disk."""
-    train(tmp_path, QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0")
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, varied, monkeypatch):
+    options = QUICK, varied, "--save-every 1 --max-steps 4 --eval-every 0"
+    train(tmp_path, *options)
     with monkeypatch.context() as full:
-        full.setattr(torch, "save", mock.Mock(side_effect=OSError("no space left")))
-        with raises(Error, match="step 5 is not saved.*no space left") as stop:
+        full.setattr(grpo.dcp, "save", mock.Mock(side_effect=OSError("no space left")))
+        with raises(OSError, match="no space left"):
             resume(tmp_path, "--max-steps 20")
-    assert stop.value.__context__.__context__ is None  # it was tried once
     assert saved_steps(tmp_path) == [4]
-    resume(tmp_path, "--max-steps 20")
-    assert saved_steps(tmp_path) == [20]
+    resume(tmp_path, "--max-steps 6")
+    assert saved_steps(tmp_path) == [6]
 
 
-def test_a_tracker_gets_options_and_metrics(tmp_path, varied, monkeypatch):
-    tracker = mock.Mock()
-    monkeypatch.setitem(sys.modules, "trackio", tracker)
-    monkeypatch.setenv("WANDB_RUN_ID", "")
-    options = SIX_STEPS, varied, "--sft-steps 0 --report-to trackio --max-steps 1"
-    names = []
-    for folder in (tmp_path / "a" / "run", tmp_path / "b" / "run"):
-        train(folder, *options)
-        resume(folder, "--max-steps 2")
-        names.append(os.environ["WANDB_RUN_ID"])
-        assert tracker.init.call_args.kwargs["config"]["report_to"] == "trackio"
-        start = dict(project="grpo", name=names[-1], config=mock.ANY, resume="allow")
-        expected = []
-        for row in map(json.loads, open(folder / "metrics.jsonl")):
-            log = mock.call.log(row, step=row.pop("step"))
-            expected += [mock.call.init(**start), log, mock.call.finish()]
-        assert tracker.mock_calls == expected
-        tracker.reset_mock()
-    assert names[0] != names[1] and all(x.startswith("run-") for x in names)
-
-
-SLOW = """
-import time
-def slow(**columns):
-    print("asked", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_second_signal_ends_the_process_at_once(tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
-    options = f"{QUICK} --eval-every 0 --reward {tmp_path}/slow.py:slow"
-    process = start(options, "--output-dir", tmp_path / "run")
-    for pipe, word in ((process.stdout, "asked"), (process.stderr, "stopping")):
-        while word not in pipe.readline() and process.poll() is None:
-            pass
-        process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == -signal.SIGTERM
-
-
-def test_skipped_updates_are_told(tmp_path, varied, monkeypatch, capsys):
-    norms = numbers("1 nan 1 inf").tolist()
-    norm = grpo.get_total_norm
-    monkeypatch.setattr(grpo, "get_total_norm", lambda x: norms.pop(0) * norm(x))
-    train(tmp_path, QUICK, varied, "--max-steps 4 --sft-steps 0 --eval-every 0")
-    rows = metrics_of(tmp_path)
-    assert [row["skipped"] for row in rows] == [0, 1, 0, 1]
-    assert rows[1]["grad_norm"] is None  # which JSON has, unlike NaN
-    assert "step 2: a gradient is not finite" in capsys.readouterr().out
+def test_ten_steps_without_an_advantage_are_reported(tmp_path, capsys):
+    (tmp_path / "equal.py").write_text("def one(answer, **_): return [1] * len(answer)")
+    options = f"--reward {tmp_path}/equal.py:one --sft-steps 0 --eval-every 0"
+    for max_steps, reported in ((9, False), (10, True)):
+        train(tmp_path / str(max_steps), QUICK, options, "--max-steps", max_steps)
+        assert ("10 steps without" in capsys.readouterr().out) == reported
 
 
 MISTAKES = """--model no/such/folder | no/such/folder
---data missing.jsonl | missing.jsonl
---eval-data missing.jsonl | missing.jsonl
---output-dir /proc/nowhere | /proc/nowhere
---data {folder}/empty.jsonl | empty.jsonl has no rows
---data {folder}/table.parquet | table.parquet:1
---resume {folder}/none | options.json
---output-dir {folder} | not empty
---reward accuracy =0.2 | --reward =0.2
---reward missing.py:accuracy | --reward missing.py:accuracy
---reward math | pip install math_verify
---prompt-template 1+1= | {{question}}
---prompts-per-step 5000 | prompts-per-step
---max-prompt-length 2 | only 0 rows
---max-completion-length 40000 | only 0 rows
---data {folder}/no-answers.jsonl --reward format --sft-steps 1 | only 0 rows"""
+--data missing.jsonl | missing.jsonl ;; --output-dir /proc/nowhere | /proc/nowhere
+--data {folder}/empty.jsonl | only 0 ;; --data {folder}/table.parquet | table.parquet:1
+--data {folder}/no-answers.jsonl | no-answers.jsonl:1: .*`answer` or `solution` is
+--resume {folder}/none | options.json ;; --output-dir {folder} | not empty
+--reward accuracy =0.2 | no function '' ;; --reward acuracy | no function 'acuracy'
+--reward missing.py:accuracy | missing.py ;; --prompt-template 1+1= | {question}
+--reward accuracy=much | no function 'accuracy=much' in accuracy, format
+--reward {folder}/own.py:f=nan | no function 'f=nan' in .*own.py
+--lora-rank 2 | pip install peft ;; --max-prompt-length 2 | only 0 prompts fit
+--prompts-per-step 5000 | --prompts-per-step: only 450 prompts fit
+--data {folder}/no-answers.jsonl --reward format --sft-steps 1 | --sft-steps: only 0"""
 
 
-@cases("mistake", MISTAKES.splitlines())
-def test_mistakes_end_in_one_line(tmp_path, mistake, monkeypatch):
+@cases("options, message", table(MISTAKES))
+def test_mistakes_end_in_one_line(tmp_path, options, message, monkeypatch):
     (tmp_path / "options.json").write_text("{}")
+    (tmp_path / "own.py").write_text("f = print")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "no-answers.jsonl").write_text('{"prompt": "1+1="}\n' * 100)
     (tmp_path / "table.parquet").write_bytes(b"PAR1\x15\x04\xff" * 1000)
-    options, message = mistake.format(folder=tmp_path).split(" | ")
+    options = options.format(folder=tmp_path)
     if "--resume" not in options:
         options = f"--sft-steps 0 --output-dir {tmp_path}/run {options}"
     monkeypatch.setattr(sys, "argv", ["grpo.py", *options.split()])
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # is not installed
-    with raises(SystemExit) as stop:
+    monkeypatch.setitem(sys.modules, "peft", None)  # is not installed
+    with raises(Error) as stop:
         grpo.main()
-    error = stop.value.code
-    assert re.fullmatch(f"grpo.py: .*{re.escape(message)}.*", error)  # one line
+    assert re.search(message, str(stop.value)) and "\n" not in str(stop.value)
     assert (tmp_path / "options.json").read_text() == "{}"  # as it was
+    assert not (tmp_path / "run").exists()
 
 
-# ------------------------------------------------------------------- several processes
+# ----------------------------------------------------------------------- several ranks
 GRADIENTS = values("""
 grpo.shared_logprobs | dict()
-grpo.shared_logprobs | dict(loss_type="dapo")
-grpo.shared_logprobs | VARIANTS[-1]
-grpo.shared_logprobs | dict(beta=0.0)
-grpo.token_logprobs | dict()
+grpo.shared_logprobs | dict(loss_type="dapo") ;; grpo.shared_logprobs | VARIANTS[-1]
+grpo.shared_logprobs | dict(beta=0.0) ;; grpo.token_logprobs | dict()
 """)
-# Of 4 groups; the second rank has completions of one token, and fewer micro-batches.
+# Of 4 groups; all completions of the second rank have one token.
 LENGTHS = json.loads("[[6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]]")
 
 
 def gradients(logprobs, options):
-    """Those of an update on 4 prompts, of which this process has its part."""
+    """Gradients and metrics of an update on 4 prompts, of which this rank has some."""
     models = [grpo.tiny_model(seed)[0].eval() for seed in (0, 1)]
-    run = make_run(*models, logprobs, micro_batch_tokens=20, **options)
+    options = dict(options, micro_batch_size=3, prompts_per_step=4)
+    run = make_run(*models, logprobs, **options)
     torch.manual_seed(0)
     ids, advantages = torch.randint(2, 47, (4, 4, 6)), torch.randn(4, 4, 1)
     mask = torch.arange(6) < torch.tensor(LENGTHS)[:, :, None]
     mine = slice(grpo.RANK, 4, grpo.WORLD_SIZE)
-    prompt_mask = torch.arange(6) > torch.arange(4)[:, None]
-    columns = ids, mask, advantages.expand(4, 4, 6)
-    columns = [x[mine].flatten(0, 1) for x in columns]
-    batch = grpo.Batch(ids[mine, 0], prompt_mask[mine], *columns)
-    step = run.optimizer.step
+    prompt_mask = (torch.arange(6) > torch.arange(4)[:, None])[:, None].expand(4, 4, 6)
+    prompt_ids = ids[:, :1].expand(4, 4, 6)
+    columns = prompt_ids, prompt_mask, ids, mask, advantages.expand(4, 4, 6)
+    batch = grpo.Batch(*[x[mine].flatten(0, 1) for x in columns])
     grads = []
 
-    def noting(*args):
-        for param in run.optimizer.params:
-            grads.append(getattr(param.grad, "full_tensor", param.grad.clone)())
-        return step(*args)
+    def noting(run, learning_rate, step=grpo.optimizer_step):
+        for weight in run.policy.parameters():
+            grads.append(getattr(weight.grad, "full_tensor", weight.grad.clone)())
+        return step(run, learning_rate)
 
-    run.optimizer.step = noting
-    metrics = grpo.update(run, batch, 1e-3)
+    with mock.patch.object(grpo, "optimizer_step", noting):
+        metrics = grpo.update(run, batch, 1e-3)
     assert metrics["grad_norm"] == approx(get_total_norm(grads).item(), rel=1e-5)
-    return grads
+    ranks = grpo.all_gather(metrics)
+    means = {name: sum(x[name] for x in ranks) / len(ranks) for name in metrics}
+    return grads, means
 
 
 def on_each_rank(folder):
     """What torchrun runs twice: gradients, a run, one that a signal to the second rank
-    ends and that is resumed."""
+    ends, what one rank has begun, and LoRA."""
+    grpo.join_ranks()
+    grpo.join_ranks = lambda: None
     found = [gradients(*case) for case in GRADIENTS]
     torch.save(found, f"{folder}/gradients{grpo.RANK}.pt")
     model = grpo.tiny_model(0)[0].eval().bfloat16().float()
-    masters = make_run(model, dtype="bfloat16").optimizer.masters
-    moved = torch.cat([(x != x.bfloat16()).flatten() for x in masters])
-    assert moved.float().mean() > 0.5  # they begin within their cells
+    masters = make_run(model, dtype="bfloat16").masters
+    moved = [(x != x.bfloat16()).full_tensor().flatten() for x in masters]
+    assert torch.cat(moved).float().mean() > 0.5  # they start within their cells
     os.environ["SEEN"] = f"{folder}/seen{grpo.RANK}"
-    options = SIX_STEPS, write_varied(folder), "--dtype bfloat16"
-    options = *options, f"--data {folder}/data.jsonl --prompts-per-step 2"
+    options = SIX_STEPS, RANKS_OPTIONS.format(folder=folder), write_varied(folder)
     train(f"{folder}/whole", *options)
+    os.environ.pop("SEEN")
     if grpo.RANK == 1:
         os.environ["STOP_AT"] = "3"
-    with raises(grpo.Stop, match="SIGTERM after step 3"):
+    with raises(SystemExit):
         train(f"{folder}/cut", *options)
     os.environ.pop("STOP_AT", None)
+    resume(f"{folder}/cut")
+    resume(f"{folder}/one", "--max-steps 4")
+    if importlib.util.find_spec("peft"):
+        train(f"{folder}/lora", *options, "--lora-rank 2 --max-steps 2")
     if grpo.RANK == 1:
-        os.environ["FAIL_AT"] = "2"
-    grpo.run_file.cache_clear()
-    with raises(grpo.Stop, match="the reward varied raised .*out of coffee"):
-        resume(f"{folder}/cut")
-    os.environ.pop("FAIL_AT", None)
-    sys.argv = ["grpo.py", "--resume", f"{folder}/cut"]
+        os.environ["FAIL_AT"] = "1"
+    sys.argv = ["grpo.py", "--resume", f"{folder}/whole"]
     grpo.main()
+
+
+RANKS_OPTIONS = "--dtype bfloat16 --data {folder}/data.jsonl --prompts-per-step 2"
 
 
 @pytest.fixture(scope="module")
@@ -2254,6 +1921,8 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     row = '{"prompt": "1+1=", "answer": 2, "solution": "1234"}\n'
     (folder / "data.jsonl").write_text(9 * row)
+    options = SIX_STEPS, RANKS_OPTIONS.format(folder=folder), write_varied(folder)
+    train(folder / "one", *options, "--max-steps 2")
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     command = [sys.executable, *command, __file__, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -2261,68 +1930,67 @@ def two_ranks(tmp_path_factory):
         command, capture_output=True, text=True, timeout=300, env=environment
     )
     assert result.returncode == 0, result.stderr
-    for step in (3, 4):
-        assert f"going on from {folder}/cut/checkpoint-{step}" in result.stdout
+    assert "Warning" not in result.stderr
+    assert result.stdout.count("stopped; to go on") == 1
+    for text in ("cut/checkpoint-3", "one/checkpoint-2", "whole/checkpoint-6"):
+        assert f"going on from {folder}/{text}" in result.stdout
     return folder
 
 
-def test_two_ranks_take_the_gradient_of_one_process(two_ranks):
+def test_two_ranks_take_the_gradient_of_one(two_ranks):
     for rank in (0, 1):
         found = torch.load(two_ranks / f"gradients{rank}.pt")
         for case, parts in zip(GRADIENTS, found):
-            expected = gradients(*case)
-            assert_close(parts, expected, atol=1e-6, rtol=1e-4)
-
-
-def test_two_ranks_draw_different_samples(two_ranks):
-    """All rows are the same."""
-    seen = [(two_ranks / f"seen{rank}").read_text().splitlines() for rank in (0, 1)]
-    assert seen[0][0] != seen[1][0] and len(seen[0]) == len(seen[1]) + 1  # that failed
+            assert_close(parts, gradients(*case), atol=1e-6, rtol=1e-4)
 
 
 def test_a_signal_to_one_rank_ends_all_and_resuming_loses_nothing(two_ranks):
+    seen = [(two_ranks / f"seen{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert seen[0][0] != seen[1][0]  # all rows are the same; samples are not
     assert end_of(two_ranks / "cut") == end_of(two_ranks / "whole")
     folder = two_ranks / "cut" / "checkpoint-6"
-    assert b"F32" not in (folder / "model.safetensors").read_bytes()
+    weights = (folder / "model.safetensors").read_bytes()
+    assert b"F32" not in weights and b"lm_head" not in weights  # which is tied
     config = AutoConfig.from_pretrained(folder)
-    assert config.dtype == torch.bfloat16  # as its weights, not as the shards
+    assert config.dtype == torch.bfloat16  # of its weights, not of the shards
     assert config.architectures == ["Qwen2ForCausalLM"]
     rows = metrics_of(two_ranks / "whole")
     assert len(rows) == 6
     assert all(row["num_tokens"] == 8 * row["completion_length"] for row in rows)
 
 
-@cases("world_size", [1, 2])
-def test_ranks_share_what_fits_and_score_each_held_out_row_once(
-    monkeypatch, world_size
-):
-    """As many each, or they would not evaluate as often, and wait for ever."""
-    for name in ("sft", "choose_logprobs"):
-        monkeypatch.setattr(grpo, name, lambda *_: "tiny")
-    for name in ("shard", "claim", "log_metrics", "print0"):
-        monkeypatch.setattr(grpo, name, lambda *_, **__: defaultdict(float))
-    monkeypatch.setattr(grpo, "all_gather", lambda value: [value] * world_size)
-    monkeypatch.setattr(grpo, "WORLD_SIZE", world_size)
-    calls = watch(monkeypatch, "score_completions")
-    options = "--prompts-per-step 8 --max-prompt-length 4".split()  # a+b=, not aa+b=
-    shapes, rows = set(), []
-    for rank in range(world_size):
+def test_a_run_resumes_on_another_number_of_ranks(two_ranks, monkeypatch):
+    """From one rank to two and back, with the state of the optimizer."""
+    assert saved_steps(two_ranks / "one") == [4]  # by two ranks
+    restored = watch(monkeypatch, "restore")
+    resume(two_ranks / "one", "--max-steps 5")
+    ((run,),) = restored
+    for master in run.masters:
+        assert run.optimizer.state[master]["step"] == 5
+    found = weights_of(two_ranks / "one" / "checkpoint-5")
+    assert_close(found, dict(run.policy.state_dict()), atol=0, rtol=0)
+
+
+def test_lora_on_two_ranks_leaves_one_adapter(two_ranks):
+    peft = pytest.importorskip("peft")
+    folder = two_ranks / "lora" / "checkpoint-2"
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
+    adapters = {n: x for n, x in model.named_parameters() if "lora_B" in n}
+    assert all(x.any() and x.dtype == torch.float32 for x in adapters.values())
+    resume(two_ranks / "lora", "--max-steps 3")
+    assert saved_steps(two_ranks / "lora") == [3]
+
+
+def test_ranks_have_equally_many_prompts_and_no_two_the_same(monkeypatch):
+    """Or else one rank would evaluate more often than the other and wait for ever."""
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
+    shares = []
+    for rank in (0, 1):
         monkeypatch.setattr(grpo, "RANK", rank)
-        run = grpo.Run(grpo.parse_args(options))
-        train_rows, eval_rows = grpo.set_up(run)
-        grpo.evaluate(run, eval_rows)
-        shapes.add((len(train_rows), len(eval_rows)))
-        rows += train_rows
-    rows += [row for _, scored, _ in calls for row in scored]
-    ((num_train, num_eval),) = shapes
-    assert 98 <= len(rows) == world_size * (num_train + num_eval)  # of 100 that fit
-    assert num_eval > 0 and len({row["prompt"] for row in rows}) == len(rows)
-
-
-def test_another_number_of_processes_cannot_resume(two_ranks):
-    with raises(FileNotFoundError, match="optimizer-0-of-1"):
-        resume(two_ranks / "whole")
-    assert metrics_of(two_ranks / "whole")
+        rows = encode(map(str, range(8, 19)), None, max_prompt_length=1)  # 8 and 9 fit
+        shares.append([row["prompts"] for row in rows])
+        shares[-1] += [row["prompts"] for row in encode("123", None)]
+    assert shares == [["8", "1"], ["9", "2"]]
 
 
 if __name__ == "__main__":
