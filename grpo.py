@@ -418,8 +418,7 @@ def train_step(run, train_rows, step):
 
 
 def prompt_batch(rows, step, size, seed):
-    """The `size` rows of a step. Each epoch is shuffled, and an incomplete last batch
-    is dropped."""
+    """The `size` rows of a step. Epochs are shuffled and drop an incomplete batch."""
     epoch, i = divmod(step - 1, len(rows) // size)
     shuffled = random.Random(seed * 1_000_003 + epoch).sample(rows, len(rows))
     return shuffled[i * size : (i + 1) * size]
@@ -1288,8 +1287,11 @@ def state_of(run):
 def restore(run):
     """Load the newest checkpoint, if a run is resumed and has one -> its step, or 0."""
     if RANK == 0:
-        for log in run.output_dir.glob("*.jsonl"):  # the last line may be cut off
-            os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
+        for name in ("metrics.jsonl", "completions.jsonl"):
+            path = run.output_dir / name
+            path.touch()
+            text = path.read_bytes()  # a kill may have cut off the last line
+            os.truncate(path, text.rfind(b"\n") + 1)
     run.checkpoint = transformers.trainer_utils.get_last_checkpoint(run.output_dir)
     if run.checkpoint is None:
         return 0
@@ -1435,7 +1437,7 @@ def main():
     try:
         run, rows, eval_rows = set_up(parse_args())
     except (OSError, ImportError) as error:  # a file, a model or a package is missing
-        hint = f" (pip install {error.name})" if isinstance(error, ImportError) else ""
+        hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
         raise Error(f"{error}{hint}") from error
     train(run, rows, eval_rows)
     if WORLD_SIZE > 1:  # threads of gloo may crash while Python ends

@@ -1783,6 +1783,7 @@ def test_resuming_says_what_it_does(tmp_path, varied, capsys):
     train(tmp_path / "run", *options)
     theirs = tmp_path / "run" / "checkpoint-2-keep"
     theirs.mkdir()
+    (tmp_path / "run" / "mine.jsonl").write_text("no line break")
     resume(tmp_path / "run")
     assert "all 3 steps are done; --max-steps" in capsys.readouterr().out
     resume(tmp_path / "run", "--max-steps 5")
@@ -1790,6 +1791,7 @@ def test_resuming_says_what_it_does(tmp_path, varied, capsys):
     assert f"going on from {tmp_path}/run/checkpoint-3" in output.out
     assert " 60%" in output.err  # the bar
     assert saved_steps(tmp_path / "run") == [5] and theirs.exists()
+    assert (tmp_path / "run" / "mine.jsonl").read_text() == "no line break"
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, varied, monkeypatch):
