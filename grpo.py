@@ -569,7 +569,7 @@ class Run:
         )
         self.optimizer = torch.optim.AdamW(self.masters, weight_decay=0.0, fused=True)
         print0(f"{start}: {config.dtype} on {DEVICE}, by {self.logprobs.__name__}")
-        print0(f"rewards: {', '.join(config.reward)}")
+        print0(f"rewards: {', '.join(config.reward)} {config.step_reward}")
 
 
 def train(run, rows, eval_rows):
@@ -1331,7 +1331,7 @@ def tiny_model(seed):
     tokens = ["<eos>", "<unk>", *"0123456789+-*/=()<>#.,:ĠĊabcdefghijklmnopqrstuvwxyz"]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = transformers.Qwen2Tokenizer(
-        vocab=vocab, merges=[], eos_token="<eos>", unk_token="<unk>"
+        vocab=vocab, merges=[], eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
     )
     config = transformers.Qwen2Config(
         hidden_size=64,

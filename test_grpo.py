@@ -1976,6 +1976,7 @@ def test_a_run_resumes_on_another_number_of_ranks(two_ranks, monkeypatch):
 def test_lora_on_two_ranks_leaves_one_adapter(two_ranks):
     peft = pytest.importorskip("peft")
     folder = two_ranks / "lora" / "checkpoint-2"
+    assert b"BF16" not in (folder / "adapter_model.safetensors").read_bytes()
     model = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
     adapters = {n: x for n, x in model.named_parameters() if "lora_B" in n}
     assert all(x.any() and x.dtype == torch.float32 for x in adapters.values())
