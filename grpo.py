@@ -26,6 +26,7 @@ faster log-probs, several ranks, logs and checkpoints, built-in task, options.
 import atexit
 import copy
 import functools
+import gc
 import inspect
 import json
 import math
@@ -112,9 +113,8 @@ def process_advantages(
 ):
     """Advantages (N, C = length) by process supervision (DeepSeekMath 4.1.3).
     step_rewards: N lists with one number per reasoning step. step_ends: N lists with
-    the index of the last token of each step. The rewards of all steps of a group are
-    normalised together. The advantage of a token is the sum over the steps that end at
-    or after it. For two completions of two steps each:
+    the index of the last token of each step. All step rewards of a group are normalised
+    together; a token gets the sum over the steps that end at or after it, such as:
     >>> process_advantages([[1, 0], [0, 1]], [[0, 2], [1, 2]], 2, 4)
     tensor([[ 0.0000, -0.8660, -0.8660,  0.0000],
             [ 0.0000,  0.0000,  0.8660,  0.0000]])
@@ -140,10 +140,9 @@ def masked_mean(x, mask, dim=None):
 
 
 def importance_ratio(logp, old_logp, mask=None, importance_sampling_level="token"):
-    """Probability of each token under the new policy over that under the old one,
-    exp(logp - old_logp): (N, C). With level "sequence" the tokens of a completion share
-    one ratio, exp of the mean of logp - old_logp over them (GSPO, arXiv:2507.18071,
-    eq. 7); the mask (N, C) tells where tokens are, None means everywhere."""
+    """New over old probability of each token, exp(logp - old_logp): (N, C). With level
+    "sequence" a completion has one ratio, exp of the mean of logp - old_logp over its
+    tokens, which are where `mask` is true (GSPO, arXiv:2507.18071, eq. 7)."""
     log_ratio = logp - old_logp
     if importance_sampling_level == "sequence":
         mask = torch.ones_like(log_ratio) if mask is None else mask
@@ -435,8 +434,8 @@ def rollout(run, rows, num_generations, temperature):
 
 def pad(sequences, side):
     """Lists of token ids -> ids and mask: (len(sequences), longest), int64 and bool.
-    Padding is the first token of the first list, as the embedding of a real pad token
-    may be all zeros, and normalising zeros gives NaN gradients."""
+    Padding is the first token of all: the embedding of a real pad token may be zeros,
+    and normalising zeros gives NaN gradients."""
     tensors = [torch.tensor(sequence, device=DEVICE) for sequence in sequences]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
     mask = ids >= 0
@@ -445,8 +444,7 @@ def pad(sequences, side):
 
 def update(run, batch, learning_rate):
     """num_iterations (mu) AdamW steps, each on the whole rollout -> metrics. Unlike the
-    minibatches of PPO, micro-batches only accumulate the gradient of one step. In the
-    first iteration the ratio is exactly 1."""
+    minibatches of PPO, micro-batches only accumulate the gradient of one step."""
     config = run.config
     # FSDP averages gradients over ranks. To divide the sum over all tokens by their
     # number, each rank divides its own sum by the mean number per rank.
@@ -468,7 +466,7 @@ def update(run, batch, learning_rate):
             logp = run.logprobs(run.policy, *part.tokens, config.temperature)
             loss, means = grpo_loss(
                 logp,
-                part.old_logp,  # None in the first iteration
+                part.old_logp,  # None in the first iteration, where the ratio is 1
                 part.ref_logp,
                 part.advantages,
                 part.mask,
@@ -592,7 +590,7 @@ def train(run, rows, eval_rows):
         metrics = log(run, step, metrics, columns if is_due or step == 1 else None)
         bar.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
         if metrics["skipped"]:
-            print0(f"step {step}: the gradient is not finite, so nothing was updated")
+            print0(f"step {step}: skipped an update whose gradient is not finite")
         num_idle = num_idle + 1 if metrics["zero_std_fraction"] == 1 else 0
         if num_idle == 10:
             print0("10 steps without an advantage: all rewards of each group are equal")
@@ -622,6 +620,7 @@ def set_up(config):
     needs_sft = config.sft_steps and not (config.resume and folder.exists())
     if needs_sft:
         sft(config, rows, folder)
+        gc.collect()  # FSDP keeps cycles of references to its weights
     run = Run(config, folder if config.sft_steps else config.model)
     rows, eval_rows = encode_prompts(run, rows), encode_prompts(run, eval_rows)
     if len(rows) < run.num_prompts:
@@ -654,7 +653,8 @@ def sft(config, rows, folder):
         ids, mask = pad(solutions, "right")
         ones = torch.ones_like(ids, dtype=torch.float32)  # advantages
         batch = Batch(*pad(prompts, "left"), ids, mask, ones)
-        update(run, batch, config.sft_learning_rate)
+        if update(run, batch, config.sft_learning_rate)["skipped"]:
+            raise Error(f"supervised step {step}: the gradient is not finite")
     write_folder(run, folder)
 
 
@@ -830,9 +830,8 @@ def run_file(path):
 
 
 def step_advantages(run, columns, length):
-    """Advantages (N, C = length) from the function of --step-reward. It is given the
-    columns and `steps` (N lists with the steps of each completion) and returns N lists
-    with one number per step. Adds the columns `steps` and `step_rewards`."""
+    """Advantages (N, C = length) from the function of --step-reward, which also gets
+    `steps`, N lists of texts. Adds the columns `steps` and `step_rewards`."""
     pairs = [split_steps(run.tokenizer, ids) for ids in columns["completion_ids"]]
     columns["steps"], step_ends = map(list, zip(*pairs))
     returned = run.step_reward(**copy.deepcopy(columns))
@@ -870,9 +869,8 @@ def split_steps(tokenizer, ids):
 
 # --------------------------------------------------------------------- data and prompts
 def read_rows(path, needs_answers):
-    """Rows (dicts) of a JSONL file: "prompt" (a text or chat messages; or `question`,
-    `problem`), "answer" and "solution" (each stands in for the other) and any other
-    columns. `Error` names the first bad line."""
+    """Rows (dicts) of a JSONL file with "prompt" (or `question`, `problem`), "answer"
+    and "solution" (or the other one of these). `Error` names the first bad line."""
     rows = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip():
@@ -1279,6 +1277,13 @@ def write_folder(run, folder, state=None):
 
 def state_of(run):
     """{name of a weight: its master and AdamW's state}, for any number of ranks."""
+    for master in run.masters:
+        if not run.optimizer.state[master]:  # AdamW makes it at the first gradient
+            run.optimizer.state[master] = dict(
+                step=torch.zeros((), device=DEVICE),
+                exp_avg=torch.zeros_like(master),
+                exp_avg_sq=torch.zeros_like(master),
+            )
     names = [name for name, x in run.policy.named_parameters() if x.requires_grad]
     named = zip(names, run.masters)
     return {name: dict(run.optimizer.state[x], master=x) for name, x in named}
@@ -1295,10 +1300,6 @@ def restore(run):
     run.checkpoint = transformers.trainer_utils.get_last_checkpoint(run.output_dir)
     if run.checkpoint is None:
         return 0
-    for master in run.masters:
-        master.grad = torch.zeros_like(master)
-    run.optimizer.step()  # moves nothing, but makes the tensors that `dcp.load` fills
-    run.optimizer.zero_grad()
     dcp.load(state_of(run), checkpoint_id=Path(run.checkpoint, "state"))
     for weight, master in run.rounded:
         weight.data.copy_(master)

@@ -760,6 +760,7 @@ def test_updates_are_those_of_the_whole_batch(variant, size, way, alive, options
 @cases("advantage", [math.inf, math.nan, 1e30])
 def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
     model, advantages = tiny_model(), torch.ones(6, 6)
+    model.unused = torch.nn.Parameter(torch.zeros(3))  # as in an idle vision tower
     advantages[0, 0] = advantage
     run = make_run(model)
     before = copy.deepcopy([run.masters, run.optimizer.state_dict()])
@@ -769,6 +770,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
     batch.advantages = torch.ones(6, 6)
     assert grpo.update(run, batch, 1e-3)["skipped"] == 0
     assert not torch.equal(model.lm_head.weight, before[0][0])
+    assert {len(x) for x in grpo.state_of(run).values()} == {4}  # for resuming
 
 
 # ---------------------------------------------------------------------------- pasting
@@ -1656,8 +1658,7 @@ SIX_STEPS = QUICK + " --max-steps 6 --eval-every 0 --save-every 2"
 
 @cases("fail_at, extra", table(VARIATIONS))
 def test_failed_runs_resume_bit_for_bit(tmp_path, varied, fail_at, extra, monkeypatch):
-    """From its last checkpoint, or from the supervised model. What a reward raises ends
-    the run as it is, with its traceback."""
+    """From the last checkpoint, or from the supervised model."""
     if "lora" in extra:
         pytest.importorskip("peft")
     options = SIX_STEPS, extra, varied
@@ -1962,7 +1963,6 @@ def test_a_signal_to_one_rank_ends_all_and_resuming_loses_nothing(two_ranks):
 
 
 def test_a_run_resumes_on_another_number_of_ranks(two_ranks, monkeypatch):
-    """From one rank to two and back, with the state of the optimizer."""
     assert saved_steps(two_ranks / "one") == [4]  # by two ranks
     restored = watch(monkeypatch, "restore")
     resume(two_ranks / "one", "--max-steps 5")
