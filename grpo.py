@@ -710,11 +710,11 @@ def to_floats(values, count, source):
     """`count` finite numbers of Python, numpy or torch -> floats; NaN for None, which
     means not judged. Raises `Error` for anything else that `source` returned."""
     try:
-        items = [values[i] for i in range(count)]  # fails for sets and generators
+        items = [values[i] for i in range(len(values))]  # fails for sets, generators
         valid = all(x is None or math.isfinite(x) for x in items)
     except (TypeError, LookupError, ValueError, OverflowError):
         valid = False
-    if not valid or len(values) != count:
+    if not valid or len(items) != count:
         raise Error(f"{source} returned {values!r:.200}, not {count} finite numbers")
     return [math.nan if x is None else float(x) for x in items]
 
