@@ -215,9 +215,7 @@ def grpo_loss(
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
         kl = kl_k3(logp, ref_logp.detach().masked_fill(~mask, 0))
-    per_token_loss = (
-        beta * kl - surrogate
-    )  # (N, C); 0 where masked: A and k3 are 0 there
+    per_token_loss = beta * kl - surrogate  # (N, C); 0 where masked, as A and k3 are
     num_sequences = num_sequences or len(mask)
     num_tokens = num_tokens or mask.sum()
     if loss_type == "grpo":
