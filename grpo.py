@@ -1394,7 +1394,11 @@ def load_model(name, seed):
         # transformers loads in threads by default, and each thread holds on to memory.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True
+        )
+        if info["missing_keys"]:  # they would be random
+            raise ValueError(f"lacks the weights {sorted(info['missing_keys'])!s:.200}")
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = (
@@ -1464,12 +1468,11 @@ def load_checked_model(config, name):
         model, tokenizer, eos_token_ids = load_model(name, config.seed)
         check_sampling(model)
         return model, tokenizer, eos_token_ids, choose_logprobs(model)
-    except torch.OutOfMemoryError:
-        raise  # says nothing about the model
-    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise Error(f"--model {name}: {error!r:.300}") from error
-    except ValueError as error:
-        raise Error(f"--model {name}: {error}") from error
+    except (OSError, ImportError, torch.OutOfMemoryError):
+        raise  # `main` names the file, the package or the memory
+    except Exception as error:  # a folder may contain anything
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise Error(f"--model {name}: {reason!s:.300}") from error
 
 
 # -------------------------------------------------------------------- bfloat16 and LoRA
