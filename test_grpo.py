@@ -14,13 +14,14 @@ beside the first half of grpo.py. The other sections are in the order of grpo.py
     data; prompts; models; logs are JSON; the whole file, in a notebook; rewards of
     the README; masters for bfloat16; faster log-probs; whole runs; logs and
     evaluations; process supervision, supervised steps; resuming and checkpoints;
-    signals; trackers; mistakes in a line; several ranks.
+    signals; trackers; one-line errors; several ranks.
 """
 
 import ast
 import builtins
 import contextlib
 import copy
+import dataclasses
 import dis
 import importlib.util
 import inspect
@@ -167,6 +168,8 @@ def test_course_a_completion_ends_with_its_first_eos():
         (0.2, 0.5, -0.9354, 0.4, -0.7483),  # 0.8 * -0.9354: no gain below 0.8
         (0.7, 0.5, 0.9354, 1.4, 1.1225),  # 1.2 * 0.9354
         (0.7, 0.5, -0.9354, 1.4, -1.3096),  # 1.4 * -0.9354
+        (0.55, 0.5, 0.9354, 1.1, 1.0289),  # 1.1 * 0.9354: within the clip range
+        (0.55, 0.5, -0.9354, 1.1, -1.0289),  # 1.1 * -0.9354
     ],
 )
 def test_course_the_surrogate_is_the_smaller_of_two(
@@ -218,8 +221,9 @@ def test_course_the_mean_of_k3_is_the_kl():
 def test_course_the_gradient_of_k3_needs_the_ratio_to_be_that_of_the_kl(
     use_bias_correction_kl,
 ):
-    """Without the ratio it is the gradient of the reverse, KL(reference, policy). With
-    it, it is that of KL(policy, reference): DeepSeek-V3.2 (arXiv:2512.02556)."""
+    """Without the ratio it is the gradient of the other direction, KL(reference,
+    policy). With the ratio it is that of KL(policy, reference): DeepSeek-V3.2
+    (arXiv:2512.02556)."""
     logits = POLICY.log().requires_grad_()
     logp, ref_logp = logits.log_softmax(0), REFERENCE.log()
     # Each token of the vocabulary is a completion, weighted by its probability, with
@@ -243,8 +247,9 @@ def test_course_the_gradient_of_k3_needs_the_ratio_to_be_that_of_the_kl(
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-15)
 
 
-# 4. The loss of two completions, of two and of three tokens. Their advantages are 2 and
-# -1. The last token of the first row is padding, whose numbers must not matter.
+# 4. The loss of two completions, of two and of three tokens. Their advantages, 2 and
+# -1, are invented, for round numbers; those of a group would add up to 0. The last
+# token of the first row is padding, whose numbers must not matter.
 #                  completion 0             completion 1
 NEW_PROBS = [[0.50, 0.45, 0.99], [0.20, 0.80, 0.50]]
 OLD_PROBS = [[0.20, 0.50, 0.01], [0.40, 0.50, 0.40]]
@@ -326,7 +331,8 @@ def test_course_bias_correction_multiplies_k3_by_the_ratio():
 
 def test_course_at_ratio_1_the_gradient_is_that_of_reinforce():
     """REINFORCE with the mean of the group as baseline: d loss / d logp = -A / (N |o|),
-    DeepSeekMath eq. 3 with pi = pi_old. The loss itself is only -mean(A)."""
+    DeepSeekMath eq. 3 with pi = pi_old. The loss itself is -mean(A), which is 0 for the
+    advantages of a real group: only its gradient matters."""
     logp = torch.tensor(NEW_PROBS).log().requires_grad_()
     advantages, mask = torch.tensor([2.0, -1.0]), torch.tensor(LOSS_MASK)
     loss, _ = grpo.grpo_loss(logp, None, None, advantages, mask)
@@ -394,7 +400,7 @@ def test_course_tokens_are_sampled_with_their_probabilities(temperature, probs):
     logits = torch.tensor(ODDS[0]).log().expand(14_000, 3)
     counts = grpo.sample(logits, temperature).bincount(minlength=3)
     expected = [14_000 * p for p in probs]
-    # A right sampler fails for one seed in 1000; this seed is fixed, and passes.
+    # A correct sampler would fail on one seed in 1000; this seed is fixed, and passes.
     assert scipy.stats.chisquare(counts.tolist(), expected).pvalue > 1e-3
 
 
@@ -429,7 +435,7 @@ def two_groups(optimizer_class, **options):
         prompt_mask=torch.ones(4, 1, dtype=torch.bool),
         completion_ids=torch.tensor([[0], [1], [0], [1]]),
         mask=torch.ones(4, 1, dtype=torch.bool),
-        advantages=torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),
+        advantages=torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),  # round numbers
     )
     return run, batch
 
@@ -448,7 +454,7 @@ def test_course_one_update_by_adamw():
     assert metrics["grad_norm"] == pytest.approx(math.sqrt(1 / 2))
 
 
-def test_course_the_second_of_two_mini_batches_sees_other_ratios():
+def test_course_the_second_of_two_mini_batches_sees_different_ratios():
     run, batch = two_groups(torch.optim.SGD, num_mini_batches=2, epsilon=0.2)
     learning_rate = math.log(11 / 9)
     metrics = grpo.update(run, batch, learning_rate)
@@ -475,6 +481,36 @@ def test_course_a_clipped_mini_batch_does_not_move_the_policy():
     assert probs == pytest.approx([0.9, 0.1])
     assert metrics["grad_norm"] == 0
     assert metrics["clip_fraction"] == pytest.approx((0 + 1) / 2)
+
+
+def test_course_a_whole_step_samples_scores_normalises_and_updates():
+    """The reward is 1 for token 0. Rewards 1 and 0 have advantages of 0.7071 and
+    -0.7071; two equal ones have 0. The gradient is as in the two tests before."""
+    run, _ = two_groups(
+        torch.optim.SGD, max_completion_length=1, learning_rate=0.1, warmup_steps=0
+    )
+    run.policy.eval()
+    run = dataclasses.replace(
+        run,
+        tokenizer=SimpleNamespace(batch_decode=lambda ids, **options: [""] * len(ids)),
+        reward_functions={
+            "is_0": (
+                lambda completion_ids, **_: [x == [0] for x in completion_ids],
+                1.0,
+            )
+        },
+    )
+    torch.manual_seed(0)
+    rows = [{"prompt_ids": [1]}, {"prompt_ids": [1]}]
+    metrics, columns = grpo.train_step(run, rows, step=1)
+    rewards = columns["reward"]
+    moved = 0.0
+    for first, second in (rewards[:2], rewards[2:]):
+        if first != second:  # A (1/2, -1/2) of token 0, and -A (-1/2, 1/2) of token 1
+            moved += metrics["learning_rate"] * (0.7071 / 2 + 0.7071 / 2) / 4
+    assert 0 < sum(rewards) < 4 and moved > 0
+    logits = run.policy.logits[1].tolist()
+    assert logits == pytest.approx([moved, -moved], rel=1e-4)  # 4 decimals of 0.7071
 
 
 def test_course_the_defaults_are_those_of_deepseekmath():
@@ -693,7 +729,7 @@ def test_sums_of_rewards_that_differ_by_rounding_have_an_advantage_of_zero():
 
 
 @pytest.mark.parametrize("size, num_generations", [(4, 1), (5, 2)])
-def test_rewards_that_are_no_groups_are_an_error(size, num_generations):
+def test_rewards_that_do_not_form_groups_are_an_error(size, num_generations):
     with pytest.raises(ValueError, match=f"into groups of {num_generations}"):
         grpo.group_advantages(torch.zeros(size), num_generations)
 
@@ -1339,7 +1375,7 @@ def test_token_logprobs_take_a_prompt_for_each_completion_as_well():
     assert_close(found, expected)
 
 
-def test_prompts_padded_on_the_right_have_no_token_logprobs():
+def test_prompts_padded_on_the_right_are_rejected_by_token_logprobs():
     with pytest.raises(ValueError, match="padded on the left"):
         grpo.token_logprobs(tiny_model(), *right_padded_batch())
 
@@ -2600,7 +2636,7 @@ def test_a_wrong_value_of_an_option_is_an_error_that_names_it(arguments, capsys)
 
 
 @pytest.mark.parametrize("arguments", [["--max-step", "5"], ["--epoch", "5"], ["5"]])
-def test_an_unknown_option_is_an_error_and_no_abbreviation(arguments, capsys):
+def test_an_unknown_or_abbreviated_option_is_rejected(arguments, capsys):
     with pytest.raises(SystemExit):
         grpo.parse_args(arguments)
     expected = f"unrecognized arguments: {' '.join(arguments)}"
@@ -4082,7 +4118,8 @@ def test_odd_weights_keep_their_bfloat16_value():
     assert not masters[:2].any()
 
 
-def test_weights_that_are_no_bfloat16_numbers_stay():
+def test_weights_not_representable_in_bfloat16_are_unchanged():
+    torch.manual_seed(0)
     """A float32 checkpoint has lower bits of its own."""
     weight = torch.randn(1000)
     assert torch.equal(grpo.within_cell(weight), weight)
@@ -5216,7 +5253,7 @@ def test_a_resumed_run_has_the_same_name_in_a_tracker(tmp_path, monkeypatch, nam
 
 @pytest.mark.slow
 def test_a_second_run_in_a_process_has_an_id_of_its_own(tmp_path, monkeypatch):
-    """By this id wandb goes on with a log."""
+    """wandb continues a log by this id."""
     package = fake_tracker("wandb")
     monkeypatch.setitem(sys.modules, "wandb", package)
     ids = []
@@ -5275,7 +5312,7 @@ def test_only_the_first_rank_reports_to_a_tracker(tmp_path, monkeypatch, name):
     assert package.log.call_count == 0
 
 
-# ------------------------------------------------------------------- mistakes in a line
+# ---------------------------------------------------------------------- one-line errors
 @pytest.mark.parametrize(
     "options, package",
     [
@@ -5416,7 +5453,7 @@ def test_each_rank_trains_on_rows_of_its_own(monkeypatch):
     assert shares == [["a", "c", "e"], ["b", "d"]]
 
 
-def test_metrics_are_averaged_over_ranks_but_of_kl_max_the_largest_counts(monkeypatch):
+def test_metrics_are_averaged_over_ranks_except_kl_max_the_maximum(monkeypatch):
     ranks = [{"kl": 1.0, "kl_max": 5.0}, {"kl": 2.0, "kl_max": 3.0}]
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     monkeypatch.setattr(grpo, "all_gather", lambda metrics: ranks)
