@@ -50,8 +50,8 @@ Departures from the paper and from other code:
   1) Equal rewards in a group have an advantage of exactly 0. Without this, rounding
      error would turn eight equal rewards of 0.1 into advantages of -0.4.
   2) A reward function may leave a completion unjudged (None). The completion then gets
-     the mean of its group, or 0 if no completion of the group was judged. It counts as
-     such in the group's std.
+     the mean of its group, or 0 if no completion of the group was judged. This value
+     also enters the group's std.
   3) The KL term is k3 and is not multiplied by the ratio. That is the paper; TRL and
      DeepSeek-V3.2 multiply it, and so does `use_bias_correction_kl`.
   4) The reference model stays fixed (the paper's outer iterations, I, are 1).
@@ -64,8 +64,8 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ class Config:
     """The options of the algorithm. An invalid value raises a ValueError."""
 
     num_generations: int = option(8, "G, completions sampled for each prompt")
-    prompts_per_step: int = option(8, "prompts of a training step, over all ranks")
+    prompts_per_step: int = option(8, "prompts per training step, over all ranks")
     max_completion_length: int = option(512, "in tokens; longer ones are cut off")
     temperature: float = option(1.0, "used for sampling and for all log-probs")
     scale_rewards: Literal["group", "none"] = option(
@@ -108,7 +108,9 @@ class Config:
     epsilon_high: float | None = option(None, "clip range above 1; default: epsilon")
     beta: float = option(0.04, "weight of the KL term; 0 needs no reference model")
     use_bias_correction_kl: bool = option(False, "multiply the KL term by the ratio")
-    num_mini_batches: int = option(1, "parts of a rollout, each with its own update")
+    num_mini_batches: int = option(
+        1, "parts a rollout is split into, each with its update"
+    )
     num_iterations: int = option(1, "mu, passes over a rollout")
     micro_batch_size: int = option(16, "completions in one forward and backward pass")
     learning_rate: float = option(1e-6, "AdamW learning rate after warm-up")
@@ -136,6 +138,10 @@ class Config:
             least = at_least.get(name, 0)
             if isinstance(value, (int, float)) and not least <= value < math.inf:
                 raise ValueError(f"{name} must be finite and at least {least}")
+        for item in fields(self):
+            choices = get_args(item.type) if get_origin(item.type) is Literal else None
+            if choices and getattr(self, item.name) not in choices:
+                raise ValueError(f"{item.name} must be one of {', '.join(choices)}")
         if self.prompts_per_step % WORLD_SIZE:
             raise ValueError(
                 f"prompts_per_step must be divisible by the {WORLD_SIZE} ranks"
@@ -178,8 +184,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         )
     # Equal rewards must have an advantage of exactly 0. In float32, both r - mean and
     # std of eight rewards of 0.1 are about 1e-8 instead of 0, and their ratio is -0.4.
-    # `float` makes rewards equal that differ by rounding errors of float64. `double`
-    # then adds them up exactly. (`mean` may multiply by a rounded 1 / G: `sum / G`.)
+    # `float` merges rewards that differ only by float64 rounding. Their sum in `double`
+    # is exact. Not `mean`: it may multiply by 1 / G, which is already rounded.
     groups = rewards.float().double().reshape(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
     if scale_rewards == "group":
@@ -277,10 +283,10 @@ def grpo_loss(
     logp, old_logp, ref_logp: (N, C) float32 in nats; mask: (N, C); advantages: (N,) or
     (N, C). Pass old_logp=None if the policy has not changed since it sampled, and
     ref_logp=None for no KL term. Masked positions are ignored and may be NaN.
-    weights: (N, C), by default `token_weights(mask)`. If micro-batches get their rows
-    of the weights of the whole batch, their losses add up to the loss of the batch.
+    weights: (N, C), by default `token_weights(mask)`. With micro-batches, compute them
+    once for the whole batch and pass each its rows: the losses then add up.
     `use_bias_correction_kl` multiplies k3 by the ratio (DeepSeek-V3.2,
-    arXiv:2512.02556), which is unbiased with one ratio per token only."""
+    arXiv:2512.02556), which is unbiased only with token-level ratios."""
     mask = mask.bool()
     weights = token_weights(mask) if weights is None else weights
     if old_logp is None:
@@ -312,9 +318,11 @@ def grpo_loss(
 # --------------------------------------------------------------- sampling and log-probs
 def call_model(model, ids, attention_mask, cache=None, **options):
     """Runs ids (N, L) after the K tokens that `cache` holds, and adds them to it.
-    attention_mask: (N, K + L). Padding on the left does not count as a position."""
+    attention_mask: (N, K + L). Positions skip padding on the left."""
     if cache is not None and model.training:
-        raise ValueError("call model.eval(): gradient checkpointing drops the cache")
+        raise ValueError(
+            "call model.eval(): in training, checkpointing drops the cache"
+        )
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return model(
         ids,
@@ -338,13 +346,13 @@ def sample(logits, temperature=1.0):
     Temperature 0 takes the most probable token. Raises ValueError for NaN logits.
     Inverse transform sampling needs one random number per row; `torch.multinomial`
     draws V of them and takes five times as long."""
+    if not logits.amax(1).isfinite().all():  # the largest is NaN if any is
+        raise ValueError("the model's logits are not finite")
     if temperature == 0:
         return logits.argmax(1)
     probs = (logits.float() / temperature).softmax(1)  # (N, V)
     cdf = probs.cumsum(1, dtype=torch.float64)  # float32 would drop tokens below 1e-7
     total = cdf[:, -1:]
-    if not total.isfinite().all():
-        raise ValueError("the model's logits are not finite")
     draws = torch.rand_like(total) * total
     ids = torch.searchsorted(cdf, draws, right=True)[:, 0]  # the first cdf > draw
     return ids.clamp(max=logits.shape[1] - 1)  # a draw may round up to the total
@@ -426,11 +434,10 @@ def token_logprobs(
 
 
 # ----------------------------------------------------------------------------- one step
-# Several ranks (WORLD_SIZE > 1): each rank processes its own prompts, as many as every
-# other rank. FSDP2 averages gradients over ranks, and metrics are averaged, too:
-#     1/W * sum over ranks (loss of rank / D_rank)
-# To divide by a total over all ranks (of tokens, say), use D_rank = total / W. That is
-# the mean per rank, `mean_over_ranks`.
+# Several ranks (WORLD_SIZE = W > 1): each takes an equal number of prompts of its own.
+# FSDP2 averages gradients over ranks, so a loss that every rank divides by `total / W`
+# (the mean per rank, from `mean_over_ranks`) is divided by `total` overall. Metrics are
+# averaged likewise.
 @dataclass
 class Batch:
     """N completions, each with its prompt: a rollout, a mini-batch or a micro-batch."""
@@ -540,8 +547,8 @@ def train_step(run, train_rows, step):
 
 def update(run, batch, learning_rate):
     """Trains the policy on a rollout, in `num_iterations` (mu) passes with an optimizer
-    step for each mini-batch. Returns metrics: means over the optimizer steps, but the
-    last gradient norm, the largest k3 and the number of skipped steps."""
+    step for each mini-batch. Returns metrics averaged over the optimizer steps, except
+    grad_norm (of the last step), kl_max (the largest) and skipped (a count)."""
     config = run.config
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
@@ -602,23 +609,25 @@ def optimizer_step(run, micro_batches):
 def combine_metrics(metrics):
     """The metrics of a mini-batch from those of its micro-batches, a list of (loss,
     means over tokens, number of tokens): the sum of the losses, means over all tokens
-    and the largest k3. Their means over ranks are those of the whole mini-batch."""
+    and the largest k3. Averaged over ranks (kl_max: the maximum) they are those of the
+    whole mini-batch."""
     losses, means, num_tokens = zip(*metrics)
     num_tokens = torch.stack(num_tokens)
     tokens_per_rank = mean_over_ranks(num_tokens.sum().item())
     combined = {"loss": sum(losses).item()}
     for name in means[0]:
         values = torch.stack([x[name] for x in means])
-        combined[name] = (values * num_tokens).sum().item() / tokens_per_rank
         if name == "kl_max":
             combined[name] = values.max().item()
+        else:
+            combined[name] = (values * num_tokens).sum().item() / tokens_per_rank
     return combined
 
 
 def split_rollout(config, batch):
     """Splits a rollout into mini-batches of whole groups, with the weights of their
     tokens. Returns for each mini-batch the list of its micro-batches."""
-    num_prompts = config.num_prompts // config.num_mini_batches
+    prompts_per_mini_batch = config.num_prompts // config.num_mini_batches
     num_sequences = len(batch.mask) // config.num_mini_batches
     mini_batches = []
     for indices in torch.arange(len(batch.mask)).split(num_sequences):
@@ -631,7 +640,9 @@ def split_rollout(config, batch):
             num_tokens=tokens_per_rank,
         )
         mini_batches.append(
-            split_mini_batch(mini_batch, config.micro_batch_size, num_prompts)
+            split_mini_batch(
+                mini_batch, config.micro_batch_size, prompts_per_mini_batch
+            )
         )
     return mini_batches
 
@@ -715,8 +726,9 @@ def pad(sequences, side):
 
 def score(run, rows, batch):
     """Calls every reward function on N completions of B rows of the data. Returns the
-    columns that they got and scores, {name: (N,) float64}. "reward" is the weighted
-    sum, in which an unjudged completion has the mean of its group, or 0 without one."""
+    columns passed to them, and the scores, {name: (N,) float64}. "reward" is the
+    weighted sum, in which an unjudged completion has the mean of its group, or 0 if
+    none was judged."""
     ids = [x[mask].tolist() for x, mask in zip(batch.completion_ids, batch.mask)]
     finished = [x[-1] in run.eos_token_ids for x in ids]  # not cut off
     texts = [x[:-1] if ended else x for x, ended in zip(ids, finished)]
@@ -797,7 +809,7 @@ import stat
 import sys
 import threading
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -2201,6 +2213,7 @@ def stop_requested(signals):
 
 
 def resume_hint(config):
+    """How to go on with a run that was stopped."""
     return f"resume with: python grpo.py --resume {config.output_dir}"
 
 

@@ -5,7 +5,7 @@
     python -m pytest -m "not slow"       # without whole runs and processes
 
 The first section is a course: GRPO worked out with numbers that fit on paper. Read it
-beside the first half of grpo.py. The other sections are in the order of grpo.py:
+beside the first half of grpo.py. The other sections, as they come in this file:
 
     Worked course; shared helpers; the options; completion_mask; advantages; masked
     means, weights, ratio; the loss; TRL's loss; sampling; log-probs; batches and
@@ -81,6 +81,8 @@ warnings.filterwarnings("ignore", "Unknown pytest.mark.slow")
 
 
 # ------------------------------------------------------------------------ worked course
+# GRPO samples a group of completions of each prompt, and makes those with more reward
+# than the mean of their group more probable.
 # 1. Rewards become advantages.
 @pytest.mark.parametrize(
     "prompt, completions, answer, rewards",
@@ -158,7 +160,9 @@ def test_course_a_completion_ends_with_its_first_eos():
     assert mask.int().tolist() == expected
 
 
-# 3. The ratio, the clip and the KL estimate of one token.
+# 3. The ratio, the clip and the KL estimate of one token. new and old are its
+# probabilities under the policy now, and under the one that sampled it; ratio = new /
+# old. The reference is a fixed model.
 @pytest.mark.parametrize(
     "new, old, advantage, ratio, surrogate",
     [
@@ -485,7 +489,7 @@ def test_course_a_clipped_mini_batch_does_not_move_the_policy():
 
 def test_course_a_whole_step_samples_scores_normalises_and_updates():
     """The reward is 1 for token 0. Rewards 1 and 0 have advantages of 0.7071 and
-    -0.7071; two equal ones have 0. The gradient is as in the two tests before."""
+    -0.7071; two equal ones have 0. Gradient: see `test_course_one_update_by_adamw`."""
     run, _ = two_groups(
         torch.optim.SGD, max_completion_length=1, learning_rate=0.1, warmup_steps=0
     )
@@ -2631,7 +2635,9 @@ def test_a_reward_too_many_for_the_reasoning_steps_is_an_error():
 def test_a_wrong_value_of_an_option_is_an_error_that_names_it(arguments, capsys):
     with pytest.raises((grpo.Error, SystemExit)) as stop:
         grpo.parse_args(arguments)
-    message = f"{stop.value} {capsys.readouterr().err}".replace("_", "-")
+    # argparse first prints its usage, which names every option.
+    printed = capsys.readouterr().err.rpartition("error: ")[2]
+    message = f"{stop.value} {printed}".replace("_", "-")
     assert arguments[0] in message
 
 
@@ -4119,8 +4125,8 @@ def test_odd_weights_keep_their_bfloat16_value():
 
 
 def test_weights_not_representable_in_bfloat16_are_unchanged():
-    torch.manual_seed(0)
     """A float32 checkpoint has lower bits of its own."""
+    torch.manual_seed(0)
     weight = torch.randn(1000)
     assert torch.equal(grpo.within_cell(weight), weight)
 
