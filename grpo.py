@@ -1070,7 +1070,9 @@ def marked_answer(text):
         number = re.match(rf"(?:{TUPLE}|{NUMBER})(?!{part})", line)
         numbered_heading = re.match(r"\d+[.):] +\S", line)
         if number and (ends_text or not numbered_heading):
-            return number[0]
+            # "5 or 6" is no number, and neither is "2 dozen = 24".
+            several = r"(?:,| *(?:or|and|to)\b) *[$\\]*\d|.*="
+            return line if re.match(several, line[number.end() :]) else number[0]
         if ends_text and re.search(r"\w", line):
             return line
     return None
@@ -1108,8 +1110,9 @@ def answers_match(answer, gold):
     """
     found, expected = normalise(answer), normalise(gold)
     if expected in tuple("abcdefghij"):
-        # No second label: "(A) or (B)" is not an answer.
-        option = r"\(?([a-j])[).:](?!.*(?:\s|(?<!\w)\()[a-j][):])"
+        # No second label: neither "(A) or (B)" nor "A) or B" is an answer.
+        second = r"(?:\s|(?<!\w)\()[a-j][):]|\b(?:and|or) +\(?[a-j]\b"
+        option = rf"\(?([a-j])[).:](?!.*(?:{second}))"
         match = re.match(option, trim(plain(answer)), re.IGNORECASE | re.DOTALL)
         found = match[1].casefold() if match else found
     return found == expected != ""
@@ -1163,6 +1166,8 @@ def plain(text):
     """
     text = re.sub("[−–]", "-", text).replace("{,}", ",")
     text = re.sub(r"\*\*|__|`", "", text)  # **bold**, __bold__ and `code`
+    text = re.sub("(?=[⁰¹²³⁴-⁹])(?<=[\\d)])", "^", text)  # 10⁸ is 10^8
+    text = text.translate(str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789"))
     for _ in range(2):  # \textbf{\text{B}}
         text = re.sub(r"\\(?:text|math|mbox)[a-z]*+ *+{([^{}]*)}", r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)

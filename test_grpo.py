@@ -2024,6 +2024,15 @@ SCORES = [
     (r"\boxed{y=2\quad x=5}", "5", True, 0),
     (r"\boxed{x=1 \lor x=5}", "5", True, 0),
     (r"\boxed{x=1\\x=5}", "5", True, 0),
+    # Two answers after the mark, or two letters, are none.
+    ("#### 5 or 6", "5", True, 0),
+    ("#### 5, 6", "5", True, 0),
+    ("#### 2 dozen = 24", "2", True, 0),
+    ("\\boxed{A) or B}", "A", True, 0),
+    ("\\boxed{A) 12 or more}", "A", True, 1),
+    # A power is not its base.
+    ("It is 10⁸.", "10", True, 0),
+    ("It is 3 × 10⁸.", "3e8", True, 1),
     # Markdown around a number is no part of it.
     ("#### `42`", "42", True, 1),
     ("#### __42__", "42", True, 1),
