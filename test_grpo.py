@@ -1545,7 +1545,7 @@ def check_update(logprobs, num_with_advantage, options):
 
 
 @each_loss_variant
-@pytest.mark.parametrize("num_iterations", [1, 3])
+@pytest.mark.parametrize("num_iterations", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 4])
 def test_an_update_is_that_of_plain_loops(
     loss_type, level, num_iterations, num_mini_batches
