@@ -10,7 +10,7 @@ beside the first half of grpo.py. The other sections, as they come in this file:
     Worked course; shared helpers; the options; completion_mask; advantages; masked
     means, weights, ratio; the loss; TRL's loss; sampling; log-probs; batches and
     micro-batches; the update; the rest of a step; pasting, the core by itself;
-    rewards: the answers; process supervision; options and command line; rewards;
+    options and command line; rewards: the answers; rewards; process supervision;
     data; prompts; models; logs are JSON; the whole file, in a notebook; rewards of
     the README; masters for bfloat16; faster log-probs; whole runs; logs and
     evaluations; process supervision, supervised steps; resuming and checkpoints;
@@ -2015,6 +2015,210 @@ def test_the_core_stands_alone(tmp_path, monkeypatch):
     assert metrics["reward"] == expected_metrics["reward"]
 
 
+# ------------------------------------------------------------- options and command line
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-generations", "1"],
+        ["--prompts-per-step", "0"],
+        ["--max-prompt-length", "five"],
+        ["--max-prompt-length", "-1"],
+        ["--max-completion-length", "0"],
+        ["--micro-batch-size", "0"],
+        ["--temperature", "0"],
+        ["--temperature", "nan"],
+        ["--beta", "-0.1"],
+        ["--beta", "nan"],
+        ["--epsilon", "-1"],
+        ["--num-iterations", "0"],
+        ["--num-mini-batches", "0"],
+        ["--num-mini-batches", "3"],
+        ["--max-steps", "-1"],
+        ["--save-total-limit", "-1"],
+        ["--max-grad-norm", "-1"],
+        ["--learning-rate", "inf"],
+        ["--sft-learning-rate", "nan"],
+        ["--seed", "-1"],
+        ["--loss-type", "ppo"],
+        ["--lr-scheduler-type", "cosine"],
+        ["--scale-rewards", "row"],
+        ["--dtype", "int8"],
+        ["--report-to", "paper"],
+        ["--prompt-template", "Think!"],
+        ["--chat-template-kwargs", "{"],
+        ["--chat-template-kwargs", "[]"],
+        ["--chat-template-kwargs", ""],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_value_of_an_option_is_an_error_that_names_it(arguments, capsys):
+    with pytest.raises((grpo.Error, SystemExit)) as stop:
+        grpo.parse_args(arguments)
+    # argparse first prints its usage, which names every option.
+    printed = capsys.readouterr().err.rpartition("error: ")[2]
+    message = f"{stop.value} {printed}".replace("_", "-")
+    assert arguments[0] in message
+
+
+@pytest.mark.parametrize("arguments", [["--max-step", "5"], ["--epoch", "5"], ["5"]])
+def test_an_unknown_or_abbreviated_option_is_rejected(arguments, capsys):
+    with pytest.raises(SystemExit):
+        grpo.parse_args(arguments)
+    expected = f"unrecognized arguments: {' '.join(arguments)}"
+    assert expected in capsys.readouterr().err
+
+
+def test_help_shows_each_option_with_its_text(capsys):
+    with pytest.raises(SystemExit) as stop:
+        grpo.parse_args(["--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in grpo.fields(grpo.Options):
+        assert f"--{field.name}" in shown
+        assert " ".join(field.metadata["help"].split())[:20] in shown
+
+
+def test_an_error_is_one_line():
+    assert str(grpo.Error("a\n  long\tstory\n")) == "a long story"
+
+
+def test_typed_options_win_over_defaults():
+    config = grpo.parse_args(["--learning-rate", "0.5", "--num_generations=4"])
+    assert config.learning_rate == 0.5
+    assert config.num_generations == 4
+
+
+def test_the_tiny_model_has_defaults_of_its_own():
+    config = grpo.parse_args([])
+    assert grpo.TINY["learning_rate"] != grpo.Options.learning_rate
+    assert {name: getattr(config, name) for name in grpo.TINY} == grpo.TINY
+    config = grpo.parse_args(["--model", "x", "--output-dir", "y", "--run-name", "z"])
+    assert config == grpo.Options(model="x", output_dir="y", run_name="z")
+
+
+def test_a_run_has_a_folder_and_a_name_even_if_none_is_typed():
+    config = grpo.parse_args([])
+    assert config.run_name.endswith(f"-{os.getpid()}")
+    assert config.output_dir == f"runs/{config.run_name}"
+    config = grpo.parse_args(["--run-name", "sums"])
+    assert config.output_dir == "runs/sums"
+    config = grpo.parse_args(["--output-dir", "here"])
+    assert config.output_dir == "here"
+    assert config.run_name.endswith(f"-{os.getpid()}")
+
+
+@pytest.fixture
+def moved_run(tmp_path):
+    """The folder of a run that was moved after it had been started."""
+    (tmp_path / "run").mkdir()
+    config = grpo.Options(
+        model="x",
+        beta=0.5,
+        reward=["format", "accuracy"],
+        output_dir=f"{tmp_path}/run",
+        run_name="sums",
+    )
+    grpo.save_options(config)
+    saved = json.loads((tmp_path / "run" / "options.json").read_text())
+    assert not saved.keys() & {"output_dir", "resume"}
+    return (tmp_path / "run").rename(tmp_path / "moved")
+
+
+def test_a_run_is_resumed_with_its_own_options_and_what_is_typed(moved_run):
+    folder = str(moved_run)
+    found = grpo.parse_args(["--resume", folder, "--max-steps", "2", "--beta", "0"])
+    assert found == grpo.Options(
+        model="x",
+        reward=["format", "accuracy"],
+        run_name="sums",
+        output_dir=folder,
+        resume=folder,
+        max_steps=2,
+        beta=0.0,
+    )
+
+
+def test_a_resumed_run_of_the_tiny_model_keeps_its_defaults(tmp_path):
+    typed = ["--output-dir", str(tmp_path), "--learning-rate", "0.5"]
+    config = grpo.parse_args(typed)
+    grpo.save_options(config)
+    found = grpo.parse_args(["--resume", str(tmp_path)])
+    assert grpo.replace(found, resume="") == config
+
+
+def test_typed_options_are_saved_again_and_hold_for_the_next_resume(moved_run):
+    folder = str(moved_run)
+    typed = ["--resume", folder, "--max-steps", "400", "--learning-rate", "0.5"]
+    grpo.save_options(grpo.parse_args(typed))
+    found = grpo.parse_args(["--resume", folder, "--beta", "0.1"])
+    assert (found.max_steps, found.learning_rate, found.beta) == (400, 0.5, 0.1)
+
+
+@pytest.mark.parametrize("name", ["seed", "lora-rank", "sft-steps"])
+def test_a_resumed_run_keeps_its_rows_and_its_weights(moved_run, name):
+    with pytest.raises(grpo.Error) as error:
+        grpo.parse_args(["--resume", str(moved_run), f"--{name}", "7"])
+    message = str(error.value).replace("_", "-")
+    assert message == f"--{name}: a resumed run keeps 0"
+
+
+def test_a_resumed_run_takes_no_other_output_dir(moved_run):
+    with pytest.raises(grpo.Error, match="^--output-dir: a resumed run stays"):
+        grpo.parse_args(["--resume", str(moved_run), "--output-dir", "elsewhere"])
+
+
+def change_options(folder, **changes):
+    path = Path(folder, "options.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"seed": ', "[]", "5", '"x"', "null", "{}", '{"seed": 0}', "\xff"]
+)
+def test_a_broken_options_file_is_named(moved_run, text):
+    (moved_run / "options.json").write_text(text, encoding="latin-1")
+    with pytest.raises(grpo.Error, match="options.json does not hold the options of"):
+        grpo.parse_args(["--resume", str(moved_run)])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"version": "0.0.1"}, {"version": None}, {"clip_epsilon": 0.2}], ids=str
+)
+def test_options_of_another_version_are_refused(moved_run, changes):
+    change_options(moved_run, **changes)
+    with pytest.raises(
+        grpo.Error, match=f"is of version .*, this is {re.escape(grpo.__version__)}"
+    ):
+        grpo.parse_args(["--resume", str(moved_run)])
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        grpo.main(["--resume", str(tmp_path / "nothing")])
+    assert "No such file" in stop.value.code and "nothing" in stop.value.code
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    "has_gpu, is_native, expected",
+    [(False, True, "float32"), (True, False, "float32"), (True, True, "bfloat16")],
+    ids=["cpu", "t4", "h100"],
+)
+def test_the_default_dtype_is_bfloat16_only_on_a_gpu_that_need_not_emulate_it(
+    monkeypatch, has_gpu, is_native, expected
+):
+    def is_bf16_supported(including_emulation=True):
+        return is_native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    spec = importlib.util.spec_from_file_location("grpo_elsewhere", grpo.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert module.Options().dtype == expected
+
+
 # ---------------------------------------------------------------- rewards: the answers
 HUGE = "9" * 5000  # over the 4,300 digits that int() reads
 
@@ -2576,239 +2780,6 @@ def test_huge_numbers_match_themselves_in_milliseconds(number):
     assert time.process_time() - start < 0.5
 
 
-# ------------------------------------------------------------------ process supervision
-@pytest.mark.parametrize("scale_rewards", ["group", "none"])
-def test_process_advantages_are_those_of_plain_loops(scale_rewards):
-    """Groups of 3 completions with 0 to 3 reasoning steps: several, the same number,
-    a single one in the group, and one in each of two."""
-    step_rewards = [[0.2, 1.0], [], [0.5, 0.25, 1.0], [1.0, 0.0], [2.0], [0.1, 0.9]]
-    step_ends = [[1, 4], [], [0, 2, 3], [0, 4], [2], [1, 2]]
-    step_rewards += [[3.0], [], [], [1.0], [0.0], []]
-    step_ends += [[2], [], [], [1], [2], []]
-    expected = torch.zeros(12, 5)
-    for i in range(12):
-        start = i - i % 3
-        group = [x for rewards in step_rewards[start : start + 3] for x in rewards]
-        if len(group) < 2:
-            continue  # a single reward equals its mean
-        mean = statistics.fmean(group)
-        std = statistics.stdev(group) if scale_rewards == "group" else 1.0
-        for reward, end in zip(step_rewards[i], step_ends[i]):
-            for t in range(end + 1):
-                expected[i, t] += (reward - mean) / std
-    found = grpo.process_advantages(step_rewards, step_ends, 3, 5, scale_rewards)
-    assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def test_a_reward_too_many_for_the_reasoning_steps_is_an_error():
-    with pytest.raises(ValueError, match="zip"):
-        grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1, 2]], 2, 3)
-
-
-# ------------------------------------------------------------- options and command line
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--num-generations", "1"],
-        ["--prompts-per-step", "0"],
-        ["--max-prompt-length", "five"],
-        ["--max-prompt-length", "-1"],
-        ["--max-completion-length", "0"],
-        ["--micro-batch-size", "0"],
-        ["--temperature", "0"],
-        ["--temperature", "nan"],
-        ["--beta", "-0.1"],
-        ["--beta", "nan"],
-        ["--epsilon", "-1"],
-        ["--num-iterations", "0"],
-        ["--num-mini-batches", "0"],
-        ["--num-mini-batches", "3"],
-        ["--max-steps", "-1"],
-        ["--save-total-limit", "-1"],
-        ["--max-grad-norm", "-1"],
-        ["--learning-rate", "inf"],
-        ["--sft-learning-rate", "nan"],
-        ["--seed", "-1"],
-        ["--loss-type", "ppo"],
-        ["--lr-scheduler-type", "cosine"],
-        ["--scale-rewards", "row"],
-        ["--dtype", "int8"],
-        ["--report-to", "paper"],
-        ["--prompt-template", "Think!"],
-        ["--chat-template-kwargs", "{"],
-        ["--chat-template-kwargs", "[]"],
-        ["--chat-template-kwargs", ""],
-    ],
-    ids=" ".join,
-)
-def test_a_wrong_value_of_an_option_is_an_error_that_names_it(arguments, capsys):
-    with pytest.raises((grpo.Error, SystemExit)) as stop:
-        grpo.parse_args(arguments)
-    # argparse first prints its usage, which names every option.
-    printed = capsys.readouterr().err.rpartition("error: ")[2]
-    message = f"{stop.value} {printed}".replace("_", "-")
-    assert arguments[0] in message
-
-
-@pytest.mark.parametrize("arguments", [["--max-step", "5"], ["--epoch", "5"], ["5"]])
-def test_an_unknown_or_abbreviated_option_is_rejected(arguments, capsys):
-    with pytest.raises(SystemExit):
-        grpo.parse_args(arguments)
-    expected = f"unrecognized arguments: {' '.join(arguments)}"
-    assert expected in capsys.readouterr().err
-
-
-def test_help_shows_each_option_with_its_text(capsys):
-    with pytest.raises(SystemExit) as stop:
-        grpo.parse_args(["--help"])
-    assert stop.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    for field in grpo.fields(grpo.Options):
-        assert f"--{field.name}" in shown
-        assert " ".join(field.metadata["help"].split())[:20] in shown
-
-
-def test_an_error_is_one_line():
-    assert str(grpo.Error("a\n  long\tstory\n")) == "a long story"
-
-
-def test_typed_options_win_over_defaults():
-    config = grpo.parse_args(["--learning-rate", "0.5", "--num_generations=4"])
-    assert config.learning_rate == 0.5
-    assert config.num_generations == 4
-
-
-def test_the_tiny_model_has_defaults_of_its_own():
-    config = grpo.parse_args([])
-    assert grpo.TINY["learning_rate"] != grpo.Options.learning_rate
-    assert {name: getattr(config, name) for name in grpo.TINY} == grpo.TINY
-    config = grpo.parse_args(["--model", "x", "--output-dir", "y", "--run-name", "z"])
-    assert config == grpo.Options(model="x", output_dir="y", run_name="z")
-
-
-def test_a_run_has_a_folder_and_a_name_even_if_none_is_typed():
-    config = grpo.parse_args([])
-    assert config.run_name.endswith(f"-{os.getpid()}")
-    assert config.output_dir == f"runs/{config.run_name}"
-    config = grpo.parse_args(["--run-name", "sums"])
-    assert config.output_dir == "runs/sums"
-    config = grpo.parse_args(["--output-dir", "here"])
-    assert config.output_dir == "here"
-    assert config.run_name.endswith(f"-{os.getpid()}")
-
-
-@pytest.fixture
-def moved_run(tmp_path):
-    """The folder of a run that was moved after it had been started."""
-    (tmp_path / "run").mkdir()
-    config = grpo.Options(
-        model="x",
-        beta=0.5,
-        reward=["format", "accuracy"],
-        output_dir=f"{tmp_path}/run",
-        run_name="sums",
-    )
-    grpo.save_options(config)
-    saved = json.loads((tmp_path / "run" / "options.json").read_text())
-    assert not saved.keys() & {"output_dir", "resume"}
-    return (tmp_path / "run").rename(tmp_path / "moved")
-
-
-def test_a_run_is_resumed_with_its_own_options_and_what_is_typed(moved_run):
-    folder = str(moved_run)
-    found = grpo.parse_args(["--resume", folder, "--max-steps", "2", "--beta", "0"])
-    assert found == grpo.Options(
-        model="x",
-        reward=["format", "accuracy"],
-        run_name="sums",
-        output_dir=folder,
-        resume=folder,
-        max_steps=2,
-        beta=0.0,
-    )
-
-
-def test_a_resumed_run_of_the_tiny_model_keeps_its_defaults(tmp_path):
-    typed = ["--output-dir", str(tmp_path), "--learning-rate", "0.5"]
-    config = grpo.parse_args(typed)
-    grpo.save_options(config)
-    found = grpo.parse_args(["--resume", str(tmp_path)])
-    assert grpo.replace(found, resume="") == config
-
-
-def test_typed_options_are_saved_again_and_hold_for_the_next_resume(moved_run):
-    folder = str(moved_run)
-    typed = ["--resume", folder, "--max-steps", "400", "--learning-rate", "0.5"]
-    grpo.save_options(grpo.parse_args(typed))
-    found = grpo.parse_args(["--resume", folder, "--beta", "0.1"])
-    assert (found.max_steps, found.learning_rate, found.beta) == (400, 0.5, 0.1)
-
-
-@pytest.mark.parametrize("name", ["seed", "lora-rank", "sft-steps"])
-def test_a_resumed_run_keeps_its_rows_and_its_weights(moved_run, name):
-    with pytest.raises(grpo.Error) as error:
-        grpo.parse_args(["--resume", str(moved_run), f"--{name}", "7"])
-    message = str(error.value).replace("_", "-")
-    assert message == f"--{name}: a resumed run keeps 0"
-
-
-def test_a_resumed_run_takes_no_other_output_dir(moved_run):
-    with pytest.raises(grpo.Error, match="^--output-dir: a resumed run stays"):
-        grpo.parse_args(["--resume", str(moved_run), "--output-dir", "elsewhere"])
-
-
-def change_options(folder, **changes):
-    path = Path(folder, "options.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-@pytest.mark.parametrize(
-    "text", ["", '{"seed": ', "[]", "5", '"x"', "null", "{}", '{"seed": 0}', "\xff"]
-)
-def test_a_broken_options_file_is_named(moved_run, text):
-    (moved_run / "options.json").write_text(text, encoding="latin-1")
-    with pytest.raises(grpo.Error, match="options.json does not hold the options of"):
-        grpo.parse_args(["--resume", str(moved_run)])
-
-
-@pytest.mark.parametrize(
-    "changes", [{"version": "0.0.1"}, {"version": None}, {"clip_epsilon": 0.2}], ids=str
-)
-def test_options_of_another_version_are_refused(moved_run, changes):
-    change_options(moved_run, **changes)
-    with pytest.raises(
-        grpo.Error, match=f"is of version .*, this is {re.escape(grpo.__version__)}"
-    ):
-        grpo.parse_args(["--resume", str(moved_run)])
-
-
-def test_a_folder_without_a_run_is_not_resumed(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        grpo.main(["--resume", str(tmp_path / "nothing")])
-    assert "No such file" in stop.value.code and "nothing" in stop.value.code
-    assert not (tmp_path / "nothing").exists()
-
-
-@pytest.mark.parametrize(
-    "has_gpu, is_native, expected",
-    [(False, True, "float32"), (True, False, "float32"), (True, True, "bfloat16")],
-    ids=["cpu", "t4", "h100"],
-)
-def test_the_default_dtype_is_bfloat16_only_on_a_gpu_that_need_not_emulate_it(
-    monkeypatch, has_gpu, is_native, expected
-):
-    def is_bf16_supported(including_emulation=True):
-        return is_native or including_emulation
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    spec = importlib.util.spec_from_file_location("grpo_elsewhere", grpo.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    assert module.Options().dtype == expected
-
-
 # ------------------------------------------------------------------------------ rewards
 @pytest.mark.parametrize(
     "prompt, completion, expected",
@@ -3086,6 +3057,35 @@ def test_an_error_of_a_reward_names_it(own_rewards, tmp_path):
     (tmp_path / "bad.py").write_text("def bad(**columns): return [0]")
     with pytest.raises(grpo.Error, match=r"^reward .*bad.py:bad returned \[0\], not 4"):
         score_with([f"{tmp_path}/bad.py:bad"])
+
+
+# ------------------------------------------------------------------ process supervision
+@pytest.mark.parametrize("scale_rewards", ["group", "none"])
+def test_process_advantages_are_those_of_plain_loops(scale_rewards):
+    """Groups of 3 completions with 0 to 3 reasoning steps: several, the same number,
+    a single one in the group, and one in each of two."""
+    step_rewards = [[0.2, 1.0], [], [0.5, 0.25, 1.0], [1.0, 0.0], [2.0], [0.1, 0.9]]
+    step_ends = [[1, 4], [], [0, 2, 3], [0, 4], [2], [1, 2]]
+    step_rewards += [[3.0], [], [], [1.0], [0.0], []]
+    step_ends += [[2], [], [], [1], [2], []]
+    expected = torch.zeros(12, 5)
+    for i in range(12):
+        start = i - i % 3
+        group = [x for rewards in step_rewards[start : start + 3] for x in rewards]
+        if len(group) < 2:
+            continue  # a single reward equals its mean
+        mean = statistics.fmean(group)
+        std = statistics.stdev(group) if scale_rewards == "group" else 1.0
+        for reward, end in zip(step_rewards[i], step_ends[i]):
+            for t in range(end + 1):
+                expected[i, t] += (reward - mean) / std
+    found = grpo.process_advantages(step_rewards, step_ends, 3, 5, scale_rewards)
+    assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_reward_too_many_for_the_reasoning_steps_is_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        grpo.process_advantages([[1.0, 2.0], [3.0]], [[0], [1, 2]], 2, 3)
 
 
 # ------------------------------------------------------------------ process supervision
