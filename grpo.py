@@ -808,6 +808,7 @@ import signal
 import stat
 import sys
 import threading
+import unicodedata
 import warnings
 from dataclasses import replace
 from fractions import Fraction
@@ -999,10 +1000,11 @@ def to_floats(values, count, source):
 
 # How a number is found in a text: everything that is joined to its first digit, so that
 # "12,5", "1.2.3" and "10:30" are each read as one thing. `VALUE` decides what it is.
-DIGITS = r"\.?\d++(?:[.,:/^]++\d++|[eE][-+]?\d++)*+"
+DIGITS = r"(?:(?<!\.)\.)?\d++(?:[.,:/^]++\d++|[eE][-+]?\d++)*+"
 NUMBER = (
     r"(?:(?<![\w)])[-+±])?[$€£]?"  # a sign (not the minus of 7-5) and a currency sign
     rf"{DIGITS}(?: ++(?=\d++/\d){DIGITS})?+"  # 1,250.50 or 2 1/2
+    r"(?:[nxyzπ](?!\w)|√|(?<=:\d\d) ?(?i:[ap]\.?m\b))?+"  # 5x, 5π or 10:30 am
 )
 TUPLE = r"[(\[] *+[-+]?[\d.][-+\d./ ]*+,[-+\d.,/ ]*+[)\]]"  # (1, 200) is not 1200
 
@@ -1017,7 +1019,7 @@ VALUE = (
 )
 
 # The content of a box that holds no answer: {}, { }, {...} or {\text{}}.
-EMPTY = r"(?:[\s.$~{}]|\\(?:[,;:! ]|l?dots|q?quad|(?:text|math)[a-z]*+))*+"
+EMPTY = r"(?:[\s.…$~{}]|\\(?:[,;:! ]|l?dots|q?quad|(?:text|math)[a-z]*+))*+"
 
 
 def extract_answer(text, finished=True):
@@ -1065,14 +1067,14 @@ def marked_answer(text):
     marks = re.finditer(r"####[\s*]*+(?i:(?:final )?answer:[\s*]*+)?([^#\n]*)", text)
     for mark in reversed(list(marks)):
         line, ends_text = mark[1], mark.end() == len(text)
-        # Not the 5 of 5-3=2 or of 5\pi.
-        part = r" *(?:[-+*/=×÷] *[\d$(.\\]|\\[a-z])|[\^_{]"
-        number = re.match(rf"(?:{TUPLE}|{NUMBER})(?!{part})", line)
+        number = re.match(f"{TUPLE}|{NUMBER}", line)
         numbered_heading = re.match(r"\d+[.):] +\S", line)
         if number and (ends_text or not numbered_heading):
-            # "5 or 6" is no number, and neither is "2 dozen = 24".
-            several = r"(?:,| *(?:or|and|to)\b) *[$\\]*\d|.*="
-            return line if re.match(several, line[number.end() :]) else number[0]
+            # Not the 5 of 5-3=2 or of 5\pi, and not one of 5 or 6.
+            part = r" *(?:[-+*/×÷] *[\d$(.\\]|\\[a-z])|[\^_{]|.*="
+            several = r"(?:,| *(?:or|and|to)\b) *[$\\]*\d"
+            more = re.match(f"{part}|{several}", line[number.end() :])
+            return line if more else number[0]
         if ends_text and re.search(r"\w", line):
             return line
     return None
@@ -1110,8 +1112,11 @@ def answers_match(answer, gold):
     """
     found, expected = normalise(answer), normalise(gold)
     if expected in tuple("abcdefghij"):
-        # No second label: neither "(A) or (B)" nor "A) or B" is an answer.
-        second = r"(?:\s|(?<!\w)\()[a-j][):]|\b(?:and|or) +\(?[a-j]\b"
+        # No second label: neither "(A) or (B)" nor "A) or B" nor "A, B" is an answer.
+        second = (
+            r"(?:\s|(?<!\w)\()[a-j][):]|\b(?:and|or) +\(?[a-j]\b"
+            r"|[,;&/] *\(?(?-i:[A-J])\b(?!\.\w)"  # but D.C.
+        )
         option = rf"\(?([a-j])[).:](?!.*(?:{second}))"
         match = re.match(option, trim(plain(answer)), re.IGNORECASE | re.DOTALL)
         found = match[1].casefold() if match else found
@@ -1124,17 +1129,31 @@ def normalise(text):
     >>> normalise(r"$x = 2\frac{1}{2}$."), normalise("New York"), normalise("12,5")
     (Fraction(5, 2), 'newyork', '12,5')
     """
-    text = trim(plain(text))
-    # Not of x=1, y=2 or x=1 or x=2 or x>=1. The comma of 1,000 separates nothing.
-    if not re.search(
-        r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b|[<>!]=|\\(?:q?quad|lor|\\)", text
-    ):
-        text = trim(text.rpartition("=")[2])
-    inner = re.fullmatch(r"\(([^(),]+)\)|{([^{},]+)}", text)
+    text = right_side(trim(plain(text)))
+    inner = re.fullmatch(r'\(([^(),]+)\)|{([^{},]+)}|"([^"]+)"|“([^”]+)”', text)
     if inner:
-        text = trim(inner[1] or inner[2])
+        text = trim(inner[inner.lastindex])
     number = to_fraction(text)
     return "".join(text.casefold().split()) if number is None else number
+
+
+def right_side(text):
+    r"""Returns the right side of an equation, or the whole text if there are several.
+    >>> right_side("P = 2l+2w = 14"), right_side("x=1 or x=2"), right_side("x=1/y=2")
+    ('14', 'x=1 or x=2', 'x=1/y=2')
+    """
+    left, _, right = text.rpartition("=")
+    # The comma of 1,000 separates nothing. In x>=1 and x\not=1 nothing equals 1.
+    several = (
+        r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b|\\(?:q?quad|lor|\\)|(?:[<>!]|\\not *)="
+    )
+    if re.search(several, text):
+        return text
+    middle = left.rpartition("=")[2].rstrip()  # the "1 \wedge y" of x=1 \wedge y=2
+    ends_in_variable = re.search(r"(?<!\d)[A-Za-z](?:_\w)?$", middle)
+    if "=" in left and ends_in_variable and re.search(r"\d", middle):
+        return text
+    return trim(right)
 
 
 def to_fraction(text):
@@ -1164,21 +1183,27 @@ def plain(text):
     >>> plain(r"**\(-2\frac{1}{2}\)** or \text{3} \times 10^{8}")
     '-2 1/2  or 3e8'
     """
-    text = re.sub("[−–]", "-", text).replace("{,}", ",")
-    text = re.sub(r"\*\*|__|`", "", text)  # **bold**, __bold__ and `code`
     text = re.sub("(?=[⁰¹²³⁴-⁹])(?<=[\\d)])", "^", text)  # 10⁸ is 10^8
-    text = text.translate(str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789"))
+    text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])|(?<=[¼-¾⅐-⅞])(?=\d)", " ", text)  # 2½
+    text = unicodedata.normalize("NFKC", text)  # of digits, spaces and fractions
+    text = re.sub("[−–]", "-", text).replace("{,}", ",").replace("\u2044", "/")
+    text = re.sub(r"\*\*|__|`", "", text)  # **bold**, __bold__ and `code`
+    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)  # spaces of LaTeX
+    groups = r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})++(?![\d/])"  # 12 500
+    text = re.sub(groups, lambda match: match[0].replace(" ", ""), text)
+    text = re.sub(r"(?<=\d) */ *(?=\d)", "/", text)  # 1 / 2
     for _ in range(2):  # \textbf{\text{B}}
         text = re.sub(r"\\(?:text|math|mbox)[a-z]*+ *+{([^{}]*)}", r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    space = r"(?: |\\[,;:! ])*+"
-    text = re.sub(rf"(?<=\d){space}(?=\\frac)", " ", text)  # 2\frac{1}{2} is not 21/2
+    text = re.sub(r"(?<=\d) *+(?=\\frac)", " ", text)  # 2\frac{1}{2} is not 21/2
     part = r" *+(?:{ *+([-+]?[\d.,]++) *+}|(\d))"
     text = re.sub(rf"\\frac{part}{part}", r"\1\2/\3\4 ", text)
     power = r"10 *+\^ *+{?([-+]?\d++)}?"
     text = re.sub(rf"(?<=\d) *+(?:\\times|\\cdot|[×x*]) *+{power}", r"e\1", text)
     text = re.sub(rf"(?<![\w.,]){power}", r"1e\1", text)
-    return re.sub(r"\\(?:(?:left|right)\b|[,;:! ()\[\]]|(?=[$%]))", "", text)
+    text = re.sub(r"([\^_]){(\w|\\[a-z]+)}", r"\1\2", text)  # x^{2} is x^2
+    text = re.sub(r"(?:\\pm(?![a-z])|±) *", "±", text).replace("^\\circ", "°")
+    return re.sub(r"\\(?:(?:left|right|displaystyle)\b|[! ()\[\]]|(?=[$%]))", "", text)
 
 
 # ------------------------------------------------------------------ process supervision

@@ -39,6 +39,7 @@ import textwrap
 import threading
 import time
 import types
+import unicodedata
 import warnings
 from collections import defaultdict
 from fractions import Fraction
@@ -1935,7 +1936,7 @@ def test_a_function_works_when_it_is_pasted_into_another_file(name, call):
     if name == "shared_logprobs":
         scope.update(math=math, ON_GPU=grpo.ON_GPU)
     if name == "accuracy_reward":
-        scope.update(re=re, Fraction=Fraction)
+        scope.update(re=re, unicodedata=unicodedata, Fraction=Fraction)
         for constant, value in vars(grpo).items():
             if constant.isupper() and isinstance(value, str):  # patterns
                 scope[constant] = value
@@ -2234,6 +2235,44 @@ SCORES = [
     ("#### 2 dozen = 24", "2", True, 0),
     ("\\boxed{A) or B}", "A", True, 0),
     ("\\boxed{A) 12 or more}", "A", True, 1),
+    (r"\boxed{x=3\,\text{or}\,x=5}", "5", True, 0),
+    (r"\boxed{x=3~\text{or}~x=5}", "5", True, 0),
+    (r"\boxed{x=1 \wedge y=5}", "5", True, 0),
+    (r"\boxed{x_1=1 \vee x_2=5}", "5", True, 0),
+    (r"\boxed{x=1\\ x=5}", "5", True, 0),
+    (r"\boxed{P=2l+2w=14}", "14", True, 1),
+    (r"\boxed{x \not= 5}", "5", True, 0),
+    (r"\boxed{\pm5}", "5", True, 0),
+    (r"It is \pm 5.", "5", True, 0),
+    (r"\boxed{\pm 5}", "±5", True, 1),
+    ("\\boxed{A. 3, C. 4}", "A", True, 0),
+    ("\\boxed{A. 3 & C. 4}", "A", True, 0),
+    ("\\boxed{B. Washington, D.C.}", "B", True, 1),
+    # A factor is no unit. "dozen" is one: in GSM8K, "8 dozen eggs" has the gold 8.
+    ("#### 8 dozen eggs", "8", True, 1),
+    ("It is 8 dozen.", "8", True, 1),
+    ("#### 3π", "3", True, 0),
+    ("#### 3√2", "3", True, 0),
+    ("#### 3x", "3", True, 0),
+    ("#### 5km", "5", True, 1),
+    ("#### 10:30 AM", "#### 10:30 PM", True, 0),
+    ("#### 10:30 AM", "10:30 am", True, 1),
+    ("#### 5-3=2\nThat took 9 steps.", "2", True, 1),
+    # Digits in groups of three are one number.
+    ("it is 1 000.", "1000", True, 1),
+    ("it is 1 000.", "0", True, 0),
+    ("it is 12\u00a0500.", "12500", True, 1),
+    ("it is 12\u202f500.", "500", True, 0),
+    ("#### 1 250 000 clips", "1250000", True, 1),
+    (r"it is $12\,500$", "12500", True, 1),
+    (r"it is $12~500.5$", "12500.5", True, 1),
+    ("in rows of 1 2345", "2345", True, 1),
+    # Spaces around the slash of a fraction.
+    (r"\boxed{1 / 2}", "0.5", True, 1),
+    ("so it is 1 / 2.", "2", True, 0),
+    # Dots before a number are not its decimal point.
+    ("so it is...5", "5", True, 1),
+    ("so it is…5", "5", True, 1),
     # A power is not its base.
     ("It is 10⁸.", "10", True, 0),
     ("It is 3 × 10⁸.", "3e8", True, 1),
@@ -2553,6 +2592,11 @@ SAME = [
     ("0.1", "1/10"),
     ("7.0", "7"),
     ("007", "7"),
+    ("½", "0.5"),
+    ("2½", "2.5"),
+    ("１２", "12"),
+    ("1 000", "1000"),
+    (r"10,\!000", "10000"),
     # percent
     ("50%", "50"),
     (r"50\%", "50"),
@@ -2572,6 +2616,12 @@ SAME = [
     (r"\[7\]", "7"),
     (r"\text{Yes}", "yes"),
     (r"\text{18}", "18"),
+    (r"\displaystyle 72", "72"),
+    (r"70^{\circ}", r"70^\circ"),
+    ("70°", r"70^\circ"),
+    ("x^{2}", "x^2"),
+    ('"Paris"', "Paris"),
+    ("“Paris”", "Paris"),
     # letters
     (r"\text{(A)}", "A"),
     ("(B)", "B"),
@@ -2604,6 +2654,12 @@ DIFFERENT = [
     ("1,2345", "12345"),
     ("1, 234", "1234"),
     ("1 2", "12"),
+    ("1 00", "100"),
+    ("1 0000", "10000"),
+    ("0 500", "500"),
+    ("½2", "1/22"),
+    (r"70^\circ", "70"),
+    ('5"', "5"),
     ("3 4", "3/4"),
     ("1.2.3", "1.2"),
     ("10:30", "10"),
@@ -2747,6 +2803,17 @@ def test_gold_answer_with_control_characters(answer):
         ("(1,", 30_000),
         # words, letters and space
         ("a=", 50_000),
+        ("1=", 50_000),
+        ("1a", 50_000),
+        ("=", 100_000),
+        ("=1a", 30_000),
+        (r"\not", 30_000),
+        ("1 000 ", 20_000),
+        (r"1\,000", 20_000),
+        ("½", 50_000),
+        ("1 / ", 30_000),
+        (r"^{\circ}", 20_000),
+        ("A, ", 30_000),
         ("or ", 30_000),
         ("A) ", 30_000),
         ("<", 100_000),
