@@ -1361,6 +1361,16 @@ def chat_template_fits(tokenizer, eos_token_ids, template_kwargs):
     return ending.startswith(tuple(tokenizer.convert_ids_to_tokens(eos_token_ids)))
 
 
+def chat_template_kwargs(run):
+    """The arguments of the chat template, or None if no chat template is used."""
+    kwargs = json.loads(run.config.chat_template_kwargs)
+    if chat_template_fits(run.tokenizer, run.eos_token_ids, kwargs):
+        return kwargs
+    if kwargs:
+        raise Error("--chat-template-kwargs: no chat template is used")
+    return None
+
+
 BOXED = "{question}\nReason step by step, and put your final answer within \\boxed{}.\n"
 
 
@@ -1370,10 +1380,7 @@ def encode_prompts(run, rows):
     config = run.config
     template = BOXED if "accuracy" in run.reward_functions else "{question}"
     template = config.prompt_template or template
-    template_kwargs = json.loads(config.chat_template_kwargs)
-    uses_chat = chat_template_fits(run.tokenizer, run.eos_token_ids, template_kwargs)
-    if not uses_chat:
-        template_kwargs = None
+    template_kwargs = chat_template_kwargs(run)
     encoded = [encode_prompt(run, row, template, template_kwargs) for row in rows]
     return [x for x in encoded if 0 < len(x["prompt_ids"]) <= config.max_prompt_length]
 
@@ -1395,6 +1402,12 @@ def encode_prompt(run, row, template, template_kwargs):
             ids.pop()  # some tokenizers append EOS to every text
     else:
         text = render_chat(tokenizer, messages, template_kwargs)
+        for message in messages:  # some templates shorten those of the assistant
+            role, content = message["role"], message["content"]
+            if role != "assistant" and content.strip() not in text:
+                raise Error(
+                    f"chat template: it leaves out the {role} message {content!r:.200}"
+                )
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template has them
     return dict(row, prompts=text, prompt_ids=ids, messages=messages)
 
@@ -1952,10 +1965,9 @@ def append_rows(run, name, rows):
         return
     with open(Path(run.config.output_dir, name), "a") as file:
         for row in rows:
-            for key, value in row.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    row = {**row, key: None}
-            print(json.dumps(row, default=str), file=file)
+            text = json.dumps(row, default=str)
+            row = json.loads(text, parse_constant=lambda constant: None)
+            print(json.dumps(row), file=file)
 
 
 def log_completions(run, step, columns):
@@ -2278,6 +2290,8 @@ def set_up(config, signals=()):
         num_longer = len(eval_rows) - len(eval_fitting)
         raise Error(f"--eval-data: {num_longer} prompts exceed --max-prompt-length")
     check_limits(run, fitting + eval_fitting)
+    if run.tokenizer.chat_template and chat_template_kwargs(run) is None:
+        print0("the chat template is not used: it does not end an answer with EOS")
     print0(f"the first prompt: {(fitting + eval_fitting)[0]['prompts']!r}")
     if not needs_sft:  # otherwise `sft` has already claimed it
         claim_output_dir(config)

@@ -3516,6 +3516,50 @@ def test_what_a_chat_template_raises_is_one_line_with_the_row():
     assert row["prompts"].startswith("<|im_start|>user\n1+1=")
 
 
+@pytest.mark.parametrize(
+    "skipping, chat, left_out",
+    [
+        (
+            "in messages if m.role != 'system'",
+            [SYSTEM, USER],
+            "system message 'be kind'",
+        ),
+        ("in messages[1:]", [USER], "user message '1[+]1='"),
+    ],
+)
+def test_a_chat_template_that_leaves_out_a_message_is_refused(skipping, chat, left_out):
+    """Training would go on without it, and nobody would know."""
+    template = CHATML.replace("in messages", skipping)
+    with pytest.raises(
+        grpo.Error, match=f"^chat template: it leaves out the {left_out}"
+    ):
+        encoded(chat, template)
+
+
+def test_a_chat_template_may_strip_a_message():
+    row, _ = encoded(
+        [dict(SYSTEM, content=" be kind\n"), USER],
+        CHATML.replace("m.content", "m.content.strip()"),
+    )
+    assert "be kind<" in row["prompts"]
+
+
+def test_a_chat_template_that_is_not_used_is_told(tmp_path, capsys):
+    model, tokenizer = grpo.tiny_model(0)
+    tokenizer.chat_template = CHATML
+    save_model(tmp_path / "model", model, tokenizer)
+    new_run(tmp_path / "run", model=tmp_path / "model", max_steps=0)
+    output = capsys.readouterr().out
+    assert "the chat template is not used: it does not end an answer with EOS" in output
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_chat_template_kwargs_without_the_template_are_refused(template):
+    kwargs = '{"enable_thinking": false}'
+    with pytest.raises(grpo.Error, match="^--chat-template-kwargs: no chat template"):
+        encoded("1+1=", template, eos="<eos>", chat_template_kwargs=kwargs)
+
+
 def test_chat_template_kwargs_reach_the_template():
     template = CHATML + "{% if enable_thinking is false %}<think></think>{% endif %}"
     row, _ = encoded("1+1=", template)
@@ -3855,6 +3899,7 @@ def test_unjudged_completions_are_null_in_the_log(tmp_path, capsys):
         "reward": [0.5, 0.5],
         "rewards/mine": [0.5, math.nan],
         "tensor": [torch.tensor(1), None],
+        "step_rewards": [[0.5], [math.nan, {"deep": math.inf}]],
     }
     grpo.log_completions(run, 7, columns)
     first, second = strict_rows(tmp_path / "completions.jsonl")
@@ -3865,6 +3910,7 @@ def test_unjudged_completions_are_null_in_the_log(tmp_path, capsys):
         "reward": 0.5,
         "rewards/mine": None,
         "tensor": None,
+        "step_rewards": [None, {"deep": None}],
         "step": 7,
     }
     assert "step 7: reward 0.50 for '1+1=' -> '3'" in capsys.readouterr().out
