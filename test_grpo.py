@@ -1961,6 +1961,53 @@ def core_module():
     return module
 
 
+def readme_block(start):
+    """The code block of README.md that begins in this way."""
+    text = Path(grpo.__file__).with_name("README.md").read_text()
+    (block,) = re.findall(rf"(?ms)^```py(?:thon)?\n({re.escape(start)}.*?)^```$", text)
+    return block
+
+
+def test_the_step_that_the_readme_shows_is_a_training_step():
+    """Its lines move the weights as `train_step` does."""
+
+    def tiny_policy():
+        policy = grpo.tiny_model(0)[0].eval()
+        return policy, torch.optim.SGD(policy.parameters(), lr=0.5)
+
+    def sums(completion_ids, **columns):
+        return [sum(ids) % 7 for ids in completion_ids]
+
+    reference = grpo.tiny_model(1)[0].eval()
+    policy, optimizer = tiny_policy()
+    rows = [{"prompt_ids": [3, 12, 4]}, {"prompt_ids": [5, 12]}]
+    run = core_run(policy, reference, optimizer, max_completion_length=64, beta=0.04)
+    run.config = dataclasses.replace(run.config, learning_rate=0.5, warmup_steps=0)
+    run.tokenizer, run.eos_token_ids = grpo.tiny_model(0)[1], [0]
+    run.reward_functions = {"sums": (sums, 1.0)}
+    torch.manual_seed(0)
+    grpo.train_step(run, rows, step=1)
+    policy, optimizer = tiny_policy()
+    prompts = grpo.prompt_batch(rows, 1, 2, run.config.seed)
+    prompt_ids, prompt_mask = grpo.pad([row["prompt_ids"] for row in prompts], "left")
+    torch.manual_seed(0)
+    scope = dict(
+        torch=torch,
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        eos_token_ids=[0],
+        your_scores=lambda ids, mask: sums([x[m].tolist() for x, m in zip(ids, mask)]),
+    )
+    exec(readme_block("from grpo import completion_mask"), scope)
+    assert scope["metrics"]["kl"] > 1e-3
+    assert_close(policy.state_dict(), run.policy.state_dict())
+    moved = policy.lm_head.weight - grpo.tiny_model(0)[0].lm_head.weight
+    assert moved.abs().max() > 1e-3
+
+
 def global_names(code):
     """The global names that the functions in a code object read."""
     names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
@@ -3945,10 +3992,8 @@ def test_the_whole_file_pasted_into_a_notebook_defines_everything_and_runs_nothi
 @pytest.fixture(scope="module")
 def readme_rewards(tmp_path_factory):
     """The module of rewards that the README shows as rewards.py."""
-    text = Path(grpo.__file__).with_name("README.md").read_text()
-    (block,) = re.findall(r"(?ms)^```python\n(import functools.*?)^```$", text)
     path = tmp_path_factory.mktemp("readme") / "rewards.py"
-    path.write_text(block)
+    path.write_text(readme_block("import functools"))
     search_path = list(sys.path)
     yield grpo.import_file(str(path))
     sys.path[:] = search_path
