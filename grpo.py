@@ -1285,6 +1285,8 @@ def load_rows(config):
     needs_answers = "accuracy" in names
     if config.data:
         rows = read_rows(config.data, needs_answers)
+    elif config.eval_data and not config.max_steps and not config.sft_steps:
+        rows = []  # only evaluate
     else:
         rows = arithmetic(config.model, config.seed)
     random.Random(config.seed).shuffle(rows)
@@ -1303,6 +1305,8 @@ def read_rows(path, needs_answers):
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("one JSON object a line is needed")
             prompt = row.get("prompt") or row.get("question") or row.get("problem")
             as_messages(prompt)
             answer, solution = row.get("answer"), row.get("solution")
@@ -1311,7 +1315,8 @@ def read_rows(path, needs_answers):
             if needs_answers:
                 gold_answer(answer)
         except Exception as error:  # a line may contain anything
-            raise Error(f"{path}:{number}: {error!r:.200}") from error
+            message = f"{type(error).__name__}: {error}"
+            raise Error(f"{path}:{number}: {message:.200}") from error
         rows.append(dict(row, prompt=prompt, answer=answer, solution=solution))
     if not rows:
         raise Error(f"{path} has no rows")
@@ -1325,11 +1330,18 @@ def as_messages(prompt):
         raise ValueError("`prompt`, `question` or `problem` is needed")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not any(message["role"] == "user" for message in prompt):
-        raise ValueError("a chat needs a user message")
+    messages = []
     for message in prompt:
-        str.encode(message["content"])  # raises unless it is valid text
-    return [dict(message) for message in prompt]
+        is_message = isinstance(message, dict) and "role" in message
+        if not is_message or not isinstance(message.get("content"), str):
+            raise ValueError(f"not a message with `role` and a text: {message!r}")
+        message["content"].encode()  # raises unless it is valid text
+        if re.search("[\b\f][a-z]", message["content"]):  # "\beta" or "\frac" in JSON
+            raise ValueError("control characters: double the backslashes of LaTeX")
+        messages.append(dict(message))
+    if not any(message["role"] == "user" for message in messages):
+        raise ValueError("a chat needs a user message")
+    return messages
 
 
 def render_chat(tokenizer, messages, template_kwargs):
@@ -1348,26 +1360,31 @@ def render_chat(tokenizer, messages, template_kwargs):
         raise Error(f"chat template: {error} in {messages!r:.200}") from error
 
 
-def chat_template_fits(tokenizer, eos_token_ids, template_kwargs):
-    """True if the chat template ends an answer with an EOS token of the model. Many
-    base models carry the template of another model, which they were not trained on.
-    The EOS may open the next turn (GLM), so a second question follows the answer."""
-    if not tokenizer.chat_template:
-        return False
-    question = {"role": "user", "content": "?"}
+def end_of_answer(tokenizer, template_kwargs):
+    """Returns what the chat template puts between an answer and the next question."""
+    question = {"role": "user", "content": "5151"}
     answer = {"role": "assistant", "content": "4242"}
     text = render_chat(tokenizer, [question, answer, question], template_kwargs)
-    ending = text.rpartition("4242")[2].strip()  # what follows the answer
-    return ending.startswith(tuple(tokenizer.convert_ids_to_tokens(eos_token_ids)))
+    return text.rpartition("4242")[2].partition("5151")[0]
 
 
 def chat_template_kwargs(run):
-    """The arguments of the chat template, or None if no chat template is used."""
-    kwargs = json.loads(run.config.chat_template_kwargs)
-    if chat_template_fits(run.tokenizer, run.eos_token_ids, kwargs):
+    """Returns the arguments of the chat template, or None if it is not used. It is used
+    if an EOS token of the model follows an answer. Many base models carry the template
+    of another model, which they were not trained on. The EOS may be the one that opens
+    the next turn (GLM)."""
+    tokenizer, kwargs = run.tokenizer, json.loads(run.config.chat_template_kwargs)
+    for name in kwargs:
+        if name not in str(tokenizer.chat_template):
+            raise Error(f"--chat-template-kwargs: the chat template has no {name!r}")
+    if not tokenizer.chat_template:
+        return None
+    ending = end_of_answer(tokenizer, kwargs)
+    eos_tokens = tokenizer.convert_ids_to_tokens(run.eos_token_ids)
+    if any(token in ending for token in eos_tokens):
         return kwargs
     if kwargs:
-        raise Error("--chat-template-kwargs: no chat template is used")
+        raise Error("--chat-template-kwargs: the chat template is not used")
     return None
 
 
@@ -1402,12 +1419,11 @@ def encode_prompt(run, row, template, template_kwargs):
             ids.pop()  # some tokenizers append EOS to every text
     else:
         text = render_chat(tokenizer, messages, template_kwargs)
-        for message in messages:  # some templates shorten those of the assistant
-            role, content = message["role"], message["content"]
-            if role != "assistant" and content.strip() not in text:
-                raise Error(
-                    f"chat template: it leaves out the {role} message {content!r:.200}"
-                )
+        for i, message in enumerate(messages):
+            longer = list(messages)
+            longer[i] = dict(message, content=message["content"] + "4242")
+            if render_chat(tokenizer, longer, template_kwargs) == text:
+                raise Error(f"chat template: it leaves out {message!r:.200}")
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template has them
     return dict(row, prompts=text, prompt_ids=ids, messages=messages)
 
@@ -1443,12 +1459,14 @@ def load_model(name, seed):
     else:
         if os.path.exists(os.path.join(name, "adapter_config.json")):
             raise ValueError(
-                "is an adapter. Merge it first: peft.AutoPeftModelForCausalLM."
-                "from_pretrained(...).merge_and_unload().save_pretrained(...)"
+                "is an adapter. Merge it first: peft.PeftModel.from_pretrained(base, "
+                f"{name!r}).merge_and_unload().save_pretrained(...)"
             )
         # transformers loads in threads by default, and each thread holds on to memory.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if "17" not in tokenizer.decode(tokenizer.encode("17")):  # an empty one
+            raise ValueError("has no files of a tokenizer")
         model, info = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, output_loading_info=True
         )
@@ -1462,7 +1480,7 @@ def load_model(name, seed):
     model.eval()  # no dropout: sampling, old, new and reference agree
     eos = model.generation_config.eos_token_id  # may differ from the tokenizer's
     eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
-    eos = [token for token in eos if token is not None]
+    eos = [token for token in dict.fromkeys(eos) if token is not None]
     if not eos:
         raise ValueError("neither tokenizer nor generation config has an EOS token")
     return model, tokenizer, eos
@@ -2283,16 +2301,25 @@ def set_up(config, signals=()):
     run = build_run(config, name)
     fitting = encode_prompts(run, rows)
     eval_fitting = encode_prompts(run, eval_rows)
-    print0(f"{len(fitting)} of {len(rows)} prompts fit")
-    if len(fitting) < (config.prompts_per_step if config.max_steps else 1):
-        raise Error(f"--prompts-per-step: only {len(fitting)} prompts fit")
+    print0(
+        f"{len(fitting)} of {len(rows)} prompts fit, {len(eval_fitting)} to evaluate"
+    )
+    needed = config.prompts_per_step if config.max_steps else 0
+    if len(fitting) < needed or not fitting + eval_fitting:
+        raise Error(
+            f"--prompts-per-step: only {len(fitting)} of {len(rows)} prompts fit into "
+            "--max-prompt-length"
+        )
     if config.eval_data and len(eval_fitting) < len(eval_rows):
         num_longer = len(eval_rows) - len(eval_fitting)
         raise Error(f"--eval-data: {num_longer} prompts exceed --max-prompt-length")
     check_limits(run, fitting + eval_fitting)
     if run.tokenizer.chat_template and chat_template_kwargs(run) is None:
-        print0("the chat template is not used: it does not end an answer with EOS")
-    print0(f"the first prompt: {(fitting + eval_fitting)[0]['prompts']!r}")
+        ending = end_of_answer(run.tokenizer, {})
+        eos_tokens = run.tokenizer.convert_ids_to_tokens(run.eos_token_ids)
+        print0(f"no chat template: it ends an answer with {ending!r}, not {eos_tokens}")
+    first = (fitting + eval_fitting)[0]
+    print0(f"the first prompt: {run.tokenizer.decode(first['prompt_ids'])!r}")
     if not needs_sft:  # otherwise `sft` has already claimed it
         claim_output_dir(config)
     return run, share_of_rank(fitting), eval_fitting

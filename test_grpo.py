@@ -3360,17 +3360,39 @@ def test_the_first_wrong_line_is_named_before_any_model_is_loaded(tmp_path, line
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n \t\n' + line)
     config = grpo.Options(data=str(path), model="no/such/model")
-    with pytest.raises(grpo.Error, match=r"data.jsonl:3: \w+\(") as error:
+    with pytest.raises(grpo.Error, match=r"data.jsonl:3: \w+: .") as error:
         grpo.set_up(config)
     assert len(str(error.value)) < 400
 
 
-def test_the_line_with_a_single_backslash_before_latex_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (b'[{"prompt": "a"}]', "one JSON object a line is needed"),
+        (b'{"prompt": "caf\xe9"}', "codec can't decode byte 0xe9 in position 15"),
+        (b'{"prompt": [{"role": "user", "content": null}]}', "not a message with"),
+        (b'{"prompt": {"role": "user", "content": "a"}}', "not a message with"),
+    ],
+)
+def test_the_reason_why_a_line_is_wrong_is_told(tmp_path, line, reason):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(grpo.Error, match=f"data.jsonl:1: .*{reason}"):
+        grpo.read_rows(str(path), needs_answers=False)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        r'{"prompt": "a", "answer": "\frac{3}{4}"}',
+        r'{"prompt": "What is \frac{3}{4}?", "answer": "1"}',
+        r'{"prompt": "What is \beta?", "answer": "1"}',
+    ],
+)
+def test_the_line_with_a_single_backslash_before_latex_is_named(tmp_path, row):
     r"""JSON reads the \f of "\frac" as a form feed."""
     path = tmp_path / "data.jsonl"
-    path.write_text(
-        '{"prompt": "a", "answer": "1"}\n{"prompt": "a", "answer": "\\frac{3}{4}"}'
-    )
+    path.write_text('{"prompt": "a", "answer": "1"}\n' + row)
     with pytest.raises(grpo.Error, match="data.jsonl:2: .*double the backslashes"):
         grpo.read_rows(str(path), needs_answers=True)
 
@@ -3564,31 +3586,37 @@ def test_what_a_chat_template_raises_is_one_line_with_the_row():
 
 
 @pytest.mark.parametrize(
-    "skipping, chat, left_out",
+    "template",
     [
-        (
-            "in messages if m.role != 'system'",
-            [SYSTEM, USER],
-            "system message 'be kind'",
-        ),
-        ("in messages[1:]", [USER], "user message '1[+]1='"),
+        CHATML.replace("in messages", "in messages if m.role != 'system'"),
+        CHATML.replace("in messages", "in messages[1:]"),
     ],
+    ids=["system", "first"],
 )
-def test_a_chat_template_that_leaves_out_a_message_is_refused(skipping, chat, left_out):
+@pytest.mark.parametrize("content", ["be kind", "1+1"])
+def test_a_chat_template_that_leaves_out_a_message_is_refused(template, content):
     """Training would go on without it, and nobody would know."""
-    template = CHATML.replace("in messages", skipping)
-    with pytest.raises(
-        grpo.Error, match=f"^chat template: it leaves out the {left_out}"
-    ):
-        encoded(chat, template)
+    with pytest.raises(grpo.Error) as error:
+        encoded("1+1=", template, system_prompt=content)
+    message = {"role": "system", "content": content}
+    assert str(error.value) == f"chat template: it leaves out {message}"
 
 
-def test_a_chat_template_may_strip_a_message():
-    row, _ = encoded(
-        [dict(SYSTEM, content=" be kind\n"), USER],
-        CHATML.replace("m.content", "m.content.strip()"),
-    )
-    assert "be kind<" in row["prompts"]
+def test_a_chat_template_may_change_a_message():
+    """Some strip it, and some take "/no_think" out of it."""
+    changed = "m.content.replace('/no_think', '').strip()"
+    template = CHATML.replace("m.content", changed)
+    row, _ = encoded("1+1= ", template, system_prompt=" be kind /no_think\n")
+    assert row["prompts"].startswith("<|im_start|>system\nbe kind<|im_end|>")
+    row, _ = encoded("1+1= ", template, system_prompt="/no_think")
+    assert row["prompts"].startswith("<|im_start|>system\n<|im_end|>")
+
+
+def test_the_eos_may_follow_another_marker_of_the_chat_template():
+    """As in Command R7B."""
+    template = CHATML.replace("<|im_end|>", "<|assistant|><|im_end|>")
+    row, _ = encoded("1+1=", template)
+    assert row["prompts"].startswith("<|im_start|>user")
 
 
 def test_a_chat_template_that_is_not_used_is_told(tmp_path, capsys):
@@ -3597,14 +3625,23 @@ def test_a_chat_template_that_is_not_used_is_told(tmp_path, capsys):
     save_model(tmp_path / "model", model, tokenizer)
     new_run(tmp_path / "run", model=tmp_path / "model", max_steps=0)
     output = capsys.readouterr().out
-    assert "the chat template is not used: it does not end an answer with EOS" in output
+    ending = r"'<|im_end|>\n<|im_start|>user\n'"
+    assert f"no chat template: it ends an answer with {ending}, not ['<eos>']" in output
 
 
-@pytest.mark.parametrize("template", [None, CHATML])
-def test_chat_template_kwargs_without_the_template_are_refused(template):
+@pytest.mark.parametrize(
+    "template, eos, message",
+    [
+        (None, "<|im_end|>", "the chat template has no 'enable_thinking'"),
+        (CHATML, "<|im_end|>", "the chat template has no 'enable_thinking'"),
+        (CHATML + "{{ enable_thinking }}", "<eos>", "the chat template is not used"),
+    ],
+    ids=["none", "misspelt", "not-used"],
+)
+def test_chat_template_kwargs_that_do_nothing_are_refused(template, eos, message):
     kwargs = '{"enable_thinking": false}'
-    with pytest.raises(grpo.Error, match="^--chat-template-kwargs: no chat template"):
-        encoded("1+1=", template, eos="<eos>", chat_template_kwargs=kwargs)
+    with pytest.raises(grpo.Error, match=f"^--chat-template-kwargs: {message}"):
+        encoded("1+1=", template, eos, chat_template_kwargs=kwargs)
 
 
 def test_chat_template_kwargs_reach_the_template():
@@ -3629,6 +3666,18 @@ def test_a_prompt_has_one_bos_and_no_eos_at_its_end(template):
     assert tokens[0] == "<bos>"
     assert tokens.count("<bos>") == 1
     assert tokens[-1] != "<|im_end|>"
+
+
+def test_the_first_prompt_is_shown_as_the_model_sees_it(tmp_path, capsys):
+    """Without what its tokenizer lacks: the built-in one has no capital letters."""
+    rows = [{"prompt": "Is 1+1=2?", "answer": 1}] * 80
+    with mock.patch.object(grpo, "arithmetic", return_value=rows):
+        with as_a_process():
+            output_dir = str(tmp_path / "run")
+            grpo.set_up(
+                grpo.Options(prompt_template="{question}", output_dir=output_dir)
+            )
+    assert "the first prompt: 's 1+1=2'" in capsys.readouterr().out
 
 
 def test_an_eos_at_the_end_of_a_chat_template_is_kept():
@@ -3734,7 +3783,7 @@ def test_generation_defaults_of_a_folder_do_not_reach_sampling(tmp_path):
     found, _, eos_token_ids, logprobs = grpo.load_checked_model(config, name)
     assert torch.equal(grpo.greedy_completions(found), expected)
     assert logprobs == grpo.shared_logprobs
-    assert eos_token_ids == [0, 0, 7]
+    assert eos_token_ids == [0, 7]
 
 
 def test_a_model_without_an_eos_token_is_refused(tmp_path):
@@ -5553,8 +5602,14 @@ def test_a_missing_package_is_one_line_before_the_supervised_steps(
             {"chat_template_kwargs": "{"},
             "^--chat-template-kwargs must be a JSON object",
         ),
-        ({"max_prompt_length": 2}, "^--prompts-per-step: only 0 prompts fit"),
-        ({"prompts_per_step": 5000}, "^--prompts-per-step: only 450 prompts fit"),
+        (
+            {"max_prompt_length": 2},
+            "^--prompts-per-step: only 0 of 450 prompts fit into",
+        ),
+        (
+            {"prompts_per_step": 5000},
+            "^--prompts-per-step: only 450 of 450 prompts fit",
+        ),
         ({"num_mini_batches": 3}, "^--num-mini-batches must divide the 4 prompts"),
         ({"learning_rate": "nan"}, "^--learning-rate must be finite and at least 0"),
     ],
