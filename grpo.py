@@ -1000,11 +1000,11 @@ def to_floats(values, count, source):
 
 # How a number is found in a text: everything that is joined to its first digit, so that
 # "12,5", "1.2.3" and "10:30" are each read as one thing. `VALUE` decides what it is.
-DIGITS = r"(?:(?<!\.)\.)?\d++(?:[.,:/^]++\d++|[eE][-+]?\d++)*+"
+DIGITS = r"(?:(?<![\w.])\.)?\d++(?:[.,:/]++\d++|\^[-+]?\d++|[eE][-+]?\d++)*+"
 NUMBER = (
-    r"(?:(?<![\w)])[-+±])?[$€£]?"  # a sign (not the minus of 7-5) and a currency sign
-    rf"{DIGITS}(?: ++(?=\d++/\d){DIGITS})?+"  # 1,250.50 or 2 1/2
-    r"(?:[nxyzπ](?!\w)|√|(?<=:\d\d) ?(?i:[ap]\.?m\b))?+"  # 5x, 5π or 10:30 am
+    r"(?:(?<![A-Za-z\d_)])[-+±])?"  # a sign, but not the minus of 7-5
+    rf"[$€£¥₹]?{DIGITS}(?: ++(?=\d++/\d){DIGITS})?+"  # $1,250.50 or 2 1/2
+    r"(?:[nxyz](?!\w)|[π√]|\\pi|(?<=:\d\d) ?(?i:[ap]\.?m\b))?+"  # 5x, 5π, 10:30 am
 )
 TUPLE = r"[(\[] *+[-+]?[\d.][-+\d./ ]*+,[-+\d.,/ ]*+[)\]]"  # (1, 200) is not 1200
 
@@ -1014,7 +1014,7 @@ DECIMAL = (
     r"(?:(?:[1-9]\d{0,2}(?:,\d{3})++|\d++)(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d{1,3})?"
 )
 VALUE = (
-    r"([-+]?) ?[$€£]? ?(?:(\d++) ++(?=\d++/))?"
+    r"([-+]?) ?[$€£¥₹]? ?(?:(\d++) ++(?=\d++/))?"
     rf"({DECIMAL})(?:/(\d++(?:\.\d++)?))? ?[%€£]?"
 )
 
@@ -1039,7 +1039,9 @@ def extract_answer(text, finished=True):
     text = plain(text)
     answer = marked_answer(text)
     if answer is None and finished:
-        numbers = re.findall(f"{TUPLE}|{NUMBER}", text)
+        exponent_or_index = r"(?<=[\w})])[\^_][-+]?\w++"  # of cm^2 or x_1
+        found = re.findall(f"{exponent_or_index}|({TUPLE}|{NUMBER})", text)
+        numbers = [number for number in found if number]
         answer = numbers[-1] if numbers else None
     return answer
 
@@ -1064,18 +1066,22 @@ def marked_answer(text):
     '72'
     """
     text = text.rstrip()
-    marks = re.finditer(r"####[\s*]*+(?i:(?:final )?answer:[\s*]*+)?([^#\n]*)", text)
+    prefix = r"(?i:(?:the )?(?:final )?answer\b(?: is\b)?:?[\s*]*+)?"
+    marks = re.finditer(rf"####[\s*]*+{prefix}([^#\n]*)", text)
     for mark in reversed(list(marks)):
         line, ends_text = mark[1], mark.end() == len(text)
         number = re.match(f"{TUPLE}|{NUMBER}", line)
-        numbered_heading = re.match(r"\d+[.):] +\S", line)
-        if number and (ends_text or not numbered_heading):
+        heading = re.match(
+            r"\d+[.):] +\S|.*:[\s*]*$", line
+        )  # "1. Add" or "2 hours later:"
+        if number and (ends_text or not heading):
             # Not the 5 of 5-3=2 or of 5\pi, and not one of 5 or 6.
-            part = r" *(?:[-+*/×÷] *[\d$(.\\]|\\[a-z])|[\^_{]|.*="
-            several = r"(?:,| *(?:or|and|to)\b) *[$\\]*\d"
+            part = r" *(?:[-+*/×÷x:] *[\d$(.\\]|\\[a-z]|[π√])|[\^_{]|.*="
+            several = r"[$%]*(?:,| *(?:or|and|to)\b| *[;&|~—]) *[-$\\(]*\d"
             more = re.match(f"{part}|{several}", line[number.end() :])
             return line if more else number[0]
-        if ends_text and re.search(r"\w", line):
+        is_sentence = "\n" in mark[0] and re.search(r"\d", line)
+        if ends_text and re.search(r"\w", line) and not is_sentence:
             return line
     return None
 
@@ -1112,12 +1118,12 @@ def answers_match(answer, gold):
     """
     found, expected = normalise(answer), normalise(gold)
     if expected in tuple("abcdefghij"):
-        # No second label: neither "(A) or (B)" nor "A) or B" nor "A, B" is an answer.
-        second = (
-            r"(?:\s|(?<!\w)\()[a-j][):]|\b(?:and|or) +\(?[a-j]\b"
-            r"|[,;&/] *\(?(?-i:[A-J])\b(?!\.\w)"  # but D.C.
+        # Not of a.m., and without a second label: "A) or B", "(A), (B)" or "A. 1 B. 2".
+        second = r"[\s,;&/|]\(?(?:[a-j][):]|(?-i:[A-J])\.\s)"
+        next_letter = r"\s*(?:and|or|[,;&/|])\s*\(?[a-j]\b"
+        option = (
+            rf"\(?([a-j])(?:[):]|\.(?![a-z](?:\.|$)))(?!{next_letter})(?!.*{second})"
         )
-        option = rf"\(?([a-j])[).:](?!.*(?:{second}))"
         match = re.match(option, trim(plain(answer)), re.IGNORECASE | re.DOTALL)
         found = match[1].casefold() if match else found
     return found == expected != ""
@@ -1145,7 +1151,8 @@ def right_side(text):
     left, _, right = text.rpartition("=")
     # The comma of 1,000 separates nothing. In x>=1 and x\not=1 nothing equals 1.
     several = (
-        r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b|\\(?:q?quad|lor|\\)|(?:[<>!]|\\not *)="
+        r",(?!\d{3}(?!\d))|;|\b(?:and|or|if|when|at|for)\b|\\(?:q?quad|lor|\\)"
+        r"|(?:[<>!]|\\not *)="
     )
     if re.search(several, text):
         return text
@@ -1175,7 +1182,7 @@ def to_fraction(text):
 
 def trim(text):
     """Returns the text without the punctuation and Markdown around it."""
-    return text.strip(" \t\n$*:").rstrip(" \t\n$*:.,;")
+    return text.strip(" \t\n$*:").rstrip(" \t\n$*:.,;。")
 
 
 def plain(text):
@@ -1183,27 +1190,32 @@ def plain(text):
     >>> plain(r"**\(-2\frac{1}{2}\)** or \text{3} \times 10^{8}")
     '-2 1/2  or 3e8'
     """
-    text = re.sub("(?=[⁰¹²³⁴-⁹])(?<=[\\d)])", "^", text)  # 10⁸ is 10^8
+    text = re.sub(r"(?<=\d)\*\*(?=-?\d)", "^", text)  # 2**5 is 2^5
+    text = re.sub(r"(?<![\s⁺⁻⁰¹²³⁴-⁹])(?=[⁺⁻⁰¹²³⁴-⁹])", "^", text)  # 10⁸ is 10^8
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])|(?<=[¼-¾⅐-⅞])(?=\d)", " ", text)  # 2½
     text = unicodedata.normalize("NFKC", text)  # of digits, spaces and fractions
-    text = re.sub("[−–]", "-", text).replace("{,}", ",").replace("\u2044", "/")
+    text = re.sub("[−–‐‑‒]", "-", text).replace("{,}", ",").replace("\u2044", "/")
     text = re.sub(r"\*\*|__|`", "", text)  # **bold**, __bold__ and `code`
     text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)  # spaces of LaTeX
-    groups = r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})++(?![\d/])"  # 12 500
+    groups = r"(?<![\d.,])(?<!\d )[1-9]\d{0,2}(?: \d{3})++(?![\d/])"  # 12 500
     text = re.sub(groups, lambda match: match[0].replace(" ", ""), text)
     text = re.sub(r"(?<=\d) */ *(?=\d)", "/", text)  # 1 / 2
     for _ in range(2):  # \textbf{\text{B}}
-        text = re.sub(r"\\(?:text|math|mbox)[a-z]*+ *+{([^{}]*)}", r"\1", text)
+        text = re.sub(
+            r"\\(?:text|math|mbox|boldsymbol|bm)[a-z]*+ *+{([^{}]*)}", r"\1", text
+        )
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"(?<=\d) *+(?=\\frac)", " ", text)  # 2\frac{1}{2} is not 21/2
     part = r" *+(?:{ *+([-+]?[\d.,]++) *+}|(\d))"
     text = re.sub(rf"\\frac{part}{part}", r"\1\2/\3\4 ", text)
     power = r"10 *+\^ *+{?([-+]?\d++)}?"
-    text = re.sub(rf"(?<=\d) *+(?:\\times|\\cdot|[×x*]) *+{power}", r"e\1", text)
+    text = re.sub(rf"(?<=\d) *+(?:\\times|\\cdot|[×x*·⋅]) *+{power}", r"e\1", text)
     text = re.sub(rf"(?<![\w.,]){power}", r"1e\1", text)
-    text = re.sub(r"([\^_]){(\w|\\[a-z]+)}", r"\1\2", text)  # x^{2} is x^2
+    text = re.sub(r"([\^_]){([-+]?\d+|\w|\\[a-z]+)}", r"\1\2", text)  # x^{2}
+    text = re.sub(r"([=(≈] *+\$?+ *+)- ++(?=[\d.$])", r"\1-", text)  # x = - 3
     text = re.sub(r"(?:\\pm(?![a-z])|±) *", "±", text).replace("^\\circ", "°")
-    return re.sub(r"\\(?:(?:left|right|displaystyle)\b|[! ()\[\]]|(?=[$%]))", "", text)
+    style = r"(?:left|right|displaystyle)(?![a-z])"
+    return re.sub(rf"(?<!\\)\\(?:{style}|[! ()\[\]]|(?=[$%]))", "", text)
 
 
 # ------------------------------------------------------------------ process supervision
