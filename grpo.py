@@ -802,6 +802,7 @@ import functools
 import gc
 import importlib.util
 import json
+import multiprocessing
 import re
 import shutil
 import signal
@@ -958,8 +959,19 @@ def import_file(path):
         raise Error(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    call(spec.loader.exec_module, path, module)
     return module
+
+
+def call(function, source, *args, **kwargs):
+    """Calls a function of a reward file. What it does to the gradient mode ends with
+    the call, and `exit()` in it (a completion that is executed may hold one) does not
+    end the run as if all were well: it raises an `Error` that names `source`."""
+    try:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+    except SystemExit as error:
+        raise Error(f"{source} called exit()") from error
 
 
 def load_rewards(specs):
@@ -979,7 +991,7 @@ def checked(function, source):
 
     @functools.wraps(function)
     def wrapper(**columns):
-        returned = function(**copy.deepcopy(columns))
+        returned = call(function, source, **copy.deepcopy(columns))
         return to_floats(returned, len(columns["completions"]), source)
 
     return wrapper
@@ -1228,7 +1240,7 @@ def process_supervision(step_reward, config, tokenizer, columns, length):
         texts, ends = reasoning_steps(tokenizer, ids, finished)
         columns["steps"].append(texts)
         step_ends.append(ends)
-    returned = step_reward(**copy.deepcopy(columns))
+    returned = call(step_reward, "--step-reward", **copy.deepcopy(columns))
     if not hasattr(returned, "__len__") or len(returned) != len(step_ends):
         expected = f"{len(step_ends)} lists of numbers"
         raise Error(f"--step-reward returned {returned!r:.200}, not {expected}")
@@ -2138,6 +2150,8 @@ def restore(run):
     if not found:
         return 0
     newest = found[-1]
+    if not (newest / "state" / ".metadata").exists():
+        raise Error(f"{newest} has no complete state: delete it to resume without it")
     try:
         dcp.load(state_of(run), checkpoint_id=newest / "state")  # in place
     except (RuntimeError, ValueError, dcp.CheckpointException) as error:
@@ -2299,6 +2313,7 @@ def set_up(config, signals=()):
     rows to train on (of this rank) and the rows to evaluate (all of them). A user error
     in options, rewards, data or model leaves no directory."""
     join_ranks()
+    import_file.cache_clear()  # in a notebook, a reward file may have been edited
     config = all_gather(config)[0]  # all ranks use the output directory of rank 0
     import_optional_packages(config)
     rows, eval_rows = load_rows(config)
@@ -2525,6 +2540,8 @@ def main(argv=None):
         print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    for process in multiprocessing.active_children():  # of reward functions
+        process.terminate()
     os._exit(1 if message else 0)  # gloo threads can crash at interpreter shutdown
 
 

@@ -3091,6 +3091,52 @@ def test_a_reward_may_change_its_columns_because_they_are_copies(own_rewards):
     assert scores["reward"].tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "code",
+    ["exit(0)", "def f(completions, **columns):\n    exec('raise SystemExit')"],
+    ids=["file", "function"],
+)
+def test_a_reward_that_calls_exit_does_not_end_the_run_as_finished(
+    tmp_path, fresh_imports, code
+):
+    """Such as a reward that executes completions."""
+    (tmp_path / "exits.py").write_text(code)
+    with pytest.raises(grpo.Error, match="exits.py.* called exit"):
+        score_with([f"{tmp_path}/exits.py:f"])
+
+
+@pytest.mark.parametrize("place", ["file", "function"])
+def test_a_reward_may_switch_gradients_off(tmp_path, fresh_imports, place):
+    """For its own model. The policy still needs them."""
+    switch = "torch.set_grad_enabled(False)"
+    in_file, in_function = (switch, "") if place == "file" else ("", switch)
+    code = f"""
+import torch
+{in_file}
+def f(completions, **columns):
+    {in_function}
+    return [float(torch.is_grad_enabled())] * len(completions)
+"""
+    (tmp_path / "gradients.py").write_text(code)
+    _, scores = score_with([f"{tmp_path}/gradients.py:f"])
+    assert scores["reward"].tolist() == [0.0] * 4
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.slow
+def test_a_reward_file_that_was_edited_is_imported_again(tmp_path, fresh_imports):
+    """As in a notebook, which calls `main` again."""
+    for number in (1.0, 2.0):
+        path = tmp_path / "edited.py"
+        path.write_text(
+            f"def f(completions, **columns):\n    return [{number}] * len(completions)"
+        )
+        options = {**QUICK, "max_steps": 0, "output_dir": tmp_path / f"run{number}"}
+        grpo.main(arguments(**options, reward=f"{path}:f"))
+        (row,) = logged(tmp_path / f"run{number}")
+        assert row["eval/reward"] == number
+
+
 def test_a_reward_may_use_a_pool_of_processes(own_rewards):
     """Its functions can be pickled, because its file is a module."""
     with warnings.catch_warnings():
@@ -5227,6 +5273,13 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_changes_no_option(copied
         resume(copied_run, max_steps=3, learning_rate=5e-3)
     assert "\n" not in stop.value.code
     assert (copied_run / "options.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_its_state_is_one_line(copied_run):
+    (copied_run / "checkpoint-2" / "state" / ".metadata").unlink()
+    with pytest.raises(SystemExit, match="checkpoint-2 has no complete state: delete"):
+        resume(copied_run, max_steps=3)
 
 
 @pytest.mark.slow
