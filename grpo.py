@@ -1083,9 +1083,7 @@ def marked_answer(text):
     for mark in reversed(list(marks)):
         line, ends_text = mark[1], mark.end() == len(text)
         number = re.match(f"{TUPLE}|{NUMBER}", line)
-        heading = re.match(
-            r"\d+[.):] +\S|.*:[\s*]*$", line
-        )  # "1. Add" or "2 hours later:"
+        heading = re.match(r"\d+[.):] +\S|.*:[\s*]*$", line)  # "1. Add", "2 cases:"
         if number and (ends_text or not heading):
             # Not the 5 of 5-3=2 or of 5\pi, and not one of 5 or 6.
             part = r" *(?:[-+*/×÷x:] *[\d$(.\\]|\\[a-z]|[π√])|[\^_{]|.*="
@@ -1199,23 +1197,34 @@ def trim(text):
 
 def plain(text):
     r"""Returns the text without LaTeX and Markdown.
-    >>> plain(r"**\(-2\frac{1}{2}\)** or \text{3} \times 10^{8}")
-    '-2 1/2  or 3e8'
+    >>> plain(r"**\(-2\frac{1}{2}\)** or \text{3} \times 10^{8} of 12\,500")
+    '-2 1/2  or 3e8 of 12500'
+    """
+    return join_numbers(plain_latex(plain_unicode(text)))
+
+
+def plain_unicode(text):
+    """Returns the text in ordinary characters, and without Markdown.
+    >>> plain_unicode("**2½** × 10⁻² (３ – 1)")
+    '2 1/2 × 10^-2 (3 - 1)'
     """
     text = re.sub(r"(?<=\d)\*\*(?=-?\d)", "^", text)  # 2**5 is 2^5
-    text = re.sub(r"(?<![\s⁺⁻⁰¹²³⁴-⁹])(?=[⁺⁻⁰¹²³⁴-⁹])", "^", text)  # 10⁸ is 10^8
-    text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])|(?<=[¼-¾⅐-⅞])(?=\d)", " ", text)  # 2½
-    text = unicodedata.normalize("NFKC", text)  # of digits, spaces and fractions
-    text = re.sub("[−–‐‑‒]", "-", text).replace("{,}", ",").replace("\u2044", "/")
     text = re.sub(r"\*\*|__|`", "", text)  # **bold**, __bold__ and `code`
-    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)  # spaces of LaTeX
-    groups = r"(?<![\d.,])(?<!\d )[1-9]\d{0,2}(?: \d{3})++(?![\d/])"  # 12 500
-    text = re.sub(groups, lambda match: match[0].replace(" ", ""), text)
-    text = re.sub(r"(?<=\d) */ *(?=\d)", "/", text)  # 1 / 2
+    text = re.sub(r"(?<![\s⁺⁻⁰¹²³⁴-⁹])(?=[⁺⁻⁰¹²³⁴-⁹])", "^", text)
+    text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])|(?<=[¼-¾⅐-⅞])(?=\d)", " ", text)
+    text = unicodedata.normalize("NFKC", text)  # of digits, spaces and fractions
+    return re.sub("[−–‐‑‒]", "-", text).replace("\u2044", "/")
+
+
+def plain_latex(text):
+    r"""Returns the text without LaTeX, with fractions as 1/2 and powers of 10 as 3e8.
+    >>> plain_latex(r"\text{about } \left( 3\frac12 \right)^{2} or 3 \cdot 10^{-2}")
+    'about  ( 3 1/2  )^2 or 3e-2'
+    """
+    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text).replace("{,}", ",")
+    font = r"\\(?:text|math|mbox|boldsymbol|bm)[a-z]*+"
     for _ in range(2):  # \textbf{\text{B}}
-        text = re.sub(
-            r"\\(?:text|math|mbox|boldsymbol|bm)[a-z]*+ *+{([^{}]*)}", r"\1", text
-        )
+        text = re.sub(rf"{font} *+{{([^{{}}]*)}}", r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"(?<=\d) *+(?=\\frac)", " ", text)  # 2\frac{1}{2} is not 21/2
     part = r" *+(?:{ *+([-+]?[\d.,]++) *+}|(\d))"
@@ -1224,10 +1233,21 @@ def plain(text):
     text = re.sub(rf"(?<=\d) *+(?:\\times|\\cdot|[×x*·⋅]) *+{power}", r"e\1", text)
     text = re.sub(rf"(?<![\w.,]){power}", r"1e\1", text)
     text = re.sub(r"([\^_]){([-+]?\d+|\w|\\[a-z]+)}", r"\1\2", text)  # x^{2}
-    text = re.sub(r"([=(≈] *+\$?+ *+)- ++(?=[\d.$])", r"\1-", text)  # x = - 3
-    text = re.sub(r"(?:\\pm(?![a-z])|±) *", "±", text).replace("^\\circ", "°")
+    text = re.sub(r"\\pm(?![a-z])", "±", text).replace("^\\circ", "°")
     style = r"(?:left|right|displaystyle)(?![a-z])"
     return re.sub(rf"(?<!\\)\\(?:{style}|[! ()\[\]]|(?=[$%]))", "", text)
+
+
+def join_numbers(text):
+    """Returns the text without the spaces inside numbers.
+    >>> join_numbers("x = - 12 500, not 1 / 2 or 100 2")
+    'x = -12500, not 1/2 or 100 2'
+    """
+    groups = r"(?<![\d.,])(?<!\d )[1-9]\d{0,2}(?: \d{3})++(?![\d/])"
+    text = re.sub(groups, lambda match: match[0].replace(" ", ""), text)
+    text = re.sub(r"(?<=\d) */ *(?=\d)", "/", text)
+    text = re.sub(r"([=(≈] *+\$?+ *+)- ++(?=[\d.$])", r"\1-", text)
+    return re.sub("± *", "±", text)
 
 
 # ------------------------------------------------------------------ process supervision
