@@ -2001,7 +2001,7 @@ def test_the_step_that_the_readme_shows_is_a_training_step():
         eos_token_ids=[0],
         your_scores=lambda ids, mask: sums([x[m].tolist() for x, m in zip(ids, mask)]),
     )
-    exec(readme_block("from grpo import completion_mask"), scope)
+    exec(readme_block("import torch\nfrom grpo import completion_mask"), scope)
     assert scope["metrics"]["kl"] > 1e-3
     assert_close(policy.state_dict(), run.policy.state_dict())
     moved = policy.lm_head.weight - grpo.tiny_model(0)[0].lm_head.weight
