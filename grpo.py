@@ -940,20 +940,21 @@ def split_weight(spec):
 def load_function(spec):
     """A built-in reward by its name, or a function of a file by FILE.py:FUNCTION."""
     path, _, name = spec.rpartition(":")
-    functions = vars(import_file(path)) if path else REWARDS
+    functions = vars(import_file(path, os.path.getmtime(path))) if path else REWARDS
     if not callable(functions.get(name)):
         raise Error(f"no function {name!r} in {path or ', '.join(REWARDS)}")
     return functions[name]
 
 
 @functools.cache
-def import_file(path):
-    """Imports a Python file once, under a unique module name. It may import modules of
-    its own directory, and its functions can be pickled (for process pools)."""
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+def import_file(path, modified):
+    """Imports a Python file once for each time of modification. It may import modules
+    of its own directory, and its functions can be pickled (for process pools)."""
+    path = os.path.abspath(path)
+    sys.path.insert(0, os.path.dirname(path))
     name = Path(path).stem
-    while name in sys.modules:
-        name += "_"
+    while name in sys.modules and getattr(sys.modules[name], "__file__", "") != path:
+        name += "_"  # the name of another module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None:
         raise Error(f"{path} is not a Python file")
@@ -964,11 +965,11 @@ def import_file(path):
 
 
 def call(function, source, *args, **kwargs):
-    """Calls a function of a reward file. What it does to the gradient mode ends with
-    the call, and `exit()` in it (a completion that is executed may hold one) does not
-    end the run as if all were well: it raises an `Error` that names `source`."""
+    """Calls a function of a reward file. If it switches gradients off, they are on
+    again afterwards. If it calls `exit()`, as a completion that it executes may, this
+    raises an `Error` that names `source`: the run would end as if it were finished."""
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored at the end
             return function(*args, **kwargs)
     except SystemExit as error:
         raise Error(f"{source} called exit()") from error
@@ -1051,7 +1052,8 @@ def extract_answer(text, finished=True):
     text = plain(text)
     answer = marked_answer(text)
     if answer is None and finished:
-        exponent_or_index = r"(?<=[\w})])[\^_][-+]?\w++"  # of cm^2 or x_1
+        # The 2 of cm^2 and the 1 of x_1, but not the 5 of the_answer_is_5.
+        exponent_or_index = r"\^[-+]?\w++|(?<![A-Za-z]{2})(?<=[A-Za-z})])_\w++"
         found = re.findall(f"{exponent_or_index}|({TUPLE}|{NUMBER})", text)
         numbers = [number for number in found if number]
         answer = numbers[-1] if numbers else None
@@ -1128,14 +1130,18 @@ def answers_match(answer, gold):
     """
     found, expected = normalise(answer), normalise(gold)
     if expected in tuple("abcdefghij"):
-        # Not of a.m., and without a second label: "A) or B", "(A), (B)" or "A. 1 B. 2".
-        second = r"[\s,;&/|]\(?(?:[a-j][):]|(?-i:[A-J])\.\s)"
+        text = trim(plain(answer))
+        # The dot of a.m. makes no label. A second label makes no answer: "A) or B",
+        # "(A), (B)", "A. 1 B. 2" or "A. 1 or B". But "D. Both A and B" has one.
+        label = r"\(?([a-j])(?:[):]|\.(?![a-z](?:\.|$)))"
         next_letter = r"\s*(?:and|or|[,;&/|])\s*\(?[a-j]\b"
-        option = (
-            rf"\(?([a-j])(?:[):]|\.(?![a-z](?:\.|$)))(?!{next_letter})(?!.*{second})"
-        )
-        match = re.match(option, trim(plain(answer)), re.IGNORECASE | re.DOTALL)
-        found = match[1].casefold() if match else found
+        second = r"[\s,;&/|]\(?(?:[a-j][):]|(?-i:[A-J])\.\s)"
+        option = rf"{label}(?!{next_letter})(?!.*{second})"
+        match = re.match(option, text, re.IGNORECASE | re.DOTALL)
+        both = re.search(r"\b(?:both|either|neither)\b", text, re.IGNORECASE)
+        or_letter = re.search(r"\b(?:and|or) \(?[A-J]\)?$", text)
+        if match and (both or not or_letter):
+            found = match[1].casefold()
     return found == expected != ""
 
 
@@ -1154,23 +1160,21 @@ def normalise(text):
 
 
 def right_side(text):
-    r"""Returns the right side of an equation, or the whole text if there are several.
-    >>> right_side("P = 2l+2w = 14"), right_side("x=1 or x=2"), right_side("x=1/y=2")
-    ('14', 'x=1 or x=2', 'x=1/y=2')
+    """Returns the right side of an equation, or the whole text if there are several or
+    if it has a condition.
+    >>> right_side("P = 2l+2w = 14"), right_side("x=1 or x=2"), right_side("5 if x=2")
+    ('14', 'x=1 or x=2', '5 if x=2')
     """
-    left, _, right = text.rpartition("=")
     # The comma of 1,000 separates nothing. In x>=1 and x\not=1 nothing equals 1.
     several = (
-        r",(?!\d{3}(?!\d))|;|\b(?:and|or|if|when|at|for)\b|\\(?:q?quad|lor|\\)"
+        r",(?!\d{3}(?!\d))|;|\b(?:and|or)\b|\\(?:q?quad|land|lor|wedge|vee|\\)"
         r"|(?:[<>!]|\\not *)="
     )
-    if re.search(several, text):
+    condition = re.search(r"\b(?:if|when|at|for)\b", text)
+    has_condition = condition and re.search(r"\d", text[: condition.start()])
+    if has_condition or re.search(several, text):
         return text
-    middle = left.rpartition("=")[2].rstrip()  # the "1 \wedge y" of x=1 \wedge y=2
-    ends_in_variable = re.search(r"(?<!\d)[A-Za-z](?:_\w)?$", middle)
-    if "=" in left and ends_in_variable and re.search(r"\d", middle):
-        return text
-    return trim(right)
+    return trim(text.rpartition("=")[2])
 
 
 def to_fraction(text):
@@ -1212,7 +1216,10 @@ def plain_unicode(text):
     text = re.sub(r"\*\*|__|`", "", text)  # **bold**, __bold__ and `code`
     text = re.sub(r"(?<![\s⁺⁻⁰¹²³⁴-⁹])(?=[⁺⁻⁰¹²³⁴-⁹])", "^", text)
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])|(?<=[¼-¾⅐-⅞])(?=\d)", " ", text)
-    text = unicodedata.normalize("NFKC", text)  # of digits, spaces and fractions
+    # Digits, spaces and fractions. One by one, as marks in a row cost quadratic time.
+    # Not the full-width comma and colon, which join no digits, and not ㎡, which is m2.
+    other = r"[^\x00-\x9f\u0300-\u036f，：㌀-㏿]"
+    text = re.sub(other, lambda match: unicodedata.normalize("NFKC", match[0]), text)
     return re.sub("[−–‐‑‒]", "-", text).replace("\u2044", "/")
 
 
@@ -1221,7 +1228,8 @@ def plain_latex(text):
     >>> plain_latex(r"\text{about } \left( 3\frac12 \right)^{2} or 3 \cdot 10^{-2}")
     'about  ( 3 1/2  )^2 or 3e-2'
     """
-    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text).replace("{,}", ",")
+    text = re.sub(r"(?<!\\)\\[,;: ]|(?<!\d)~|~(?!\d)", " ", text)
+    text = text.replace("{,}", ",")
     font = r"\\(?:text|math|mbox|boldsymbol|bm)[a-z]*+"
     for _ in range(2):  # \textbf{\text{B}}
         text = re.sub(rf"{font} *+{{([^{{}}]*)}}", r"\1", text)
@@ -1380,7 +1388,7 @@ def as_messages(prompt):
         if not is_message or not isinstance(message.get("content"), str):
             raise ValueError(f"not a message with `role` and a text: {message!r}")
         message["content"].encode()  # raises unless it is valid text
-        if re.search("[\b\f][a-z]", message["content"]):  # "\beta" or "\frac" in JSON
+        if re.search("\f(?:rac|orall)|\b(?:eta|inom|egin|oxed)", message["content"]):
             raise ValueError("control characters: double the backslashes of LaTeX")
         messages.append(dict(message))
     if not any(message["role"] == "user" for message in messages):
@@ -1413,22 +1421,25 @@ def end_of_answer(tokenizer, template_kwargs):
 
 
 def chat_template_kwargs(run):
-    """Returns the arguments of the chat template, or None if it is not used. It is used
-    if an EOS token of the model follows an answer. Many base models carry the template
-    of another model, which they were not trained on. The EOS may be the one that opens
-    the next turn (GLM)."""
+    """Returns the arguments of the chat template, or None if the template is not used.
+    It is used if it puts an EOS token of the model after an answer, since many base
+    models carry the template of another model, which they were not trained on. The EOS
+    may also open the next turn (GLM)."""
     tokenizer, kwargs = run.tokenizer, json.loads(run.config.chat_template_kwargs)
     for name in kwargs:
-        if name not in str(tokenizer.chat_template):
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise Error(f"--chat-template-kwargs: the chat template has no {name!r}")
     if not tokenizer.chat_template:
         return None
     ending = end_of_answer(tokenizer, kwargs)
     eos_tokens = tokenizer.convert_ids_to_tokens(run.eos_token_ids)
-    if any(token in ending for token in eos_tokens):
+    if any(token and token in ending for token in eos_tokens):
         return kwargs
     if kwargs:
-        raise Error("--chat-template-kwargs: the chat template is not used")
+        raise Error(
+            "--chat-template-kwargs: the chat template is not used, because it ends an "
+            f"answer with {ending!r}, not with {eos_tokens}"
+        )
     return None
 
 
@@ -1509,8 +1520,8 @@ def load_model(name, seed):
         # transformers loads in threads by default, and each thread holds on to memory.
         os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
         tokenizer = AutoTokenizer.from_pretrained(name)
-        if "17" not in tokenizer.decode(tokenizer.encode("17")):  # an empty one
-            raise ValueError("has no files of a tokenizer")
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("has a tokenizer without tokens: are its files there?")
         model, info = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, output_loading_info=True
         )
@@ -2333,7 +2344,6 @@ def set_up(config, signals=()):
     rows to train on (of this rank) and the rows to evaluate (all of them). A user error
     in options, rewards, data or model leaves no directory."""
     join_ranks()
-    import_file.cache_clear()  # in a notebook, a reward file may have been edited
     config = all_gather(config)[0]  # all ranks use the output directory of rank 0
     import_optional_packages(config)
     rows, eval_rows = load_rows(config)
@@ -2351,20 +2361,23 @@ def set_up(config, signals=()):
     print0(
         f"{len(fitting)} of {len(rows)} prompts fit, {len(eval_fitting)} to evaluate"
     )
+    if config.eval_data and len(eval_fitting) < len(eval_rows):
+        num_longer = len(eval_rows) - len(eval_fitting)
+        raise Error(f"--eval-data: {num_longer} prompts exceed --max-prompt-length")
     needed = config.prompts_per_step if config.max_steps else 0
     if len(fitting) < needed or not fitting + eval_fitting:
         raise Error(
             f"--prompts-per-step: only {len(fitting)} of {len(rows)} prompts fit into "
             "--max-prompt-length"
         )
-    if config.eval_data and len(eval_fitting) < len(eval_rows):
-        num_longer = len(eval_rows) - len(eval_fitting)
-        raise Error(f"--eval-data: {num_longer} prompts exceed --max-prompt-length")
     check_limits(run, fitting + eval_fitting)
     if run.tokenizer.chat_template and chat_template_kwargs(run) is None:
         ending = end_of_answer(run.tokenizer, {})
         eos_tokens = run.tokenizer.convert_ids_to_tokens(run.eos_token_ids)
-        print0(f"no chat template: it ends an answer with {ending!r}, not {eos_tokens}")
+        print0(
+            f"the chat template is not used: it ends an answer with {ending!r}, "
+            f"not with {eos_tokens}"
+        )
     first = (fitting + eval_fitting)[0]
     print0(f"the first prompt: {run.tokenizer.decode(first['prompt_ids'])!r}")
     if not needs_sft:  # otherwise `sft` has already claimed it

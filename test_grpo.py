@@ -28,6 +28,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import random
 import re
 import signal
@@ -2288,6 +2289,10 @@ SCORES = [
     (r"\boxed{x_1=1 \vee x_2=5}", "5", True, 0),
     (r"\boxed{x=1\\ x=5}", "5", True, 0),
     (r"\boxed{P=2l+2w=14}", "14", True, 1),
+    (r"\boxed{A = \frac{1}{2}bh = 6}", "6", True, 1),
+    (r"\boxed{C = 2\pi r = 10}", "10", True, 1),
+    (r"\boxed{A = 3 \times 4 \text{ cm} = 12}", "12", True, 1),
+    (r"\boxed{\text{Cost for 3 hours} = 15}", "15", True, 1),
     (r"\boxed{x \not= 5}", "5", True, 0),
     (r"\boxed{\pm5}", "5", True, 0),
     (r"It is \pm 5.", "5", True, 0),
@@ -2312,7 +2317,8 @@ SCORES = [
     ("it is 12\u202f500.", "500", True, 0),
     ("#### 1 250 000 clips", "1250000", True, 1),
     (r"it is $12\,500$", "12500", True, 1),
-    (r"it is $12~500.5$", "12500.5", True, 1),
+    ("it is 100~200.", "100200", True, 0),
+    ("#### 100~200", "100", True, 0),
     ("in rows of 1 2345", "2345", True, 1),
     # Spaces around the slash of a fraction.
     (r"\boxed{1 / 2}", "0.5", True, 1),
@@ -2326,6 +2332,9 @@ SCORES = [
     (r"It is 7 m s⁻¹.", "7", True, 1),
     (r"So $7 = x_{12}$.", "7", True, 1),
     ("It is _7_.", "7", True, 1),
+    ("the_answer_is_42", "42", True, 1),
+    ("面积是30㎡", "30", True, 1),
+    ("方案2：30元", "30", True, 1),
     ("It is 7 × 10⁻².", "0.07", True, 1),
     (r"\boxed{10⁻²}", "0.01", True, 1),
     (r"\boxed{2·10⁵}", "200000", True, 1),
@@ -2359,6 +2368,8 @@ SCORES = [
     (r"\boxed{C. a solid and a liquid}", "C", True, 1),
     (r"\boxed{C. C, H, O}", "C", True, 1),
     (r"\boxed{A. 5 B. 6}", "A", True, 0),
+    (r"\boxed{A. 5 or B}", "A", True, 0),
+    (r"\boxed{A. Paris and B}", "A", True, 0),
     (r"\boxed{A: or B}", "A", True, 0),
     (r"\boxed{a.m.}", "A", True, 0),
     (r"\boxed{B)12}", "B", True, 1),
@@ -2914,6 +2925,7 @@ def test_gold_answer_with_control_characters(answer):
         ("²", 50_000),
         (r"1\,000", 20_000),
         ("½", 50_000),
+        ("\u0300\u0327", 50_000),
         ("1 / ", 30_000),
         (r"^{\circ}", 20_000),
         ("A, ", 30_000),
@@ -3115,26 +3127,40 @@ import torch
 {in_file}
 def f(completions, **columns):
     {in_function}
-    return [float(torch.is_grad_enabled())] * len(completions)
+    return [1.0] * len(completions)
 """
     (tmp_path / "gradients.py").write_text(code)
-    _, scores = score_with([f"{tmp_path}/gradients.py:f"])
-    assert scores["reward"].tolist() == [0.0] * 4
+    score_with([f"{tmp_path}/gradients.py:f"])
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.slow
-def test_a_reward_file_that_was_edited_is_imported_again(tmp_path, fresh_imports):
-    """As in a notebook, which calls `main` again."""
-    for number in (1.0, 2.0):
-        path = tmp_path / "edited.py"
-        path.write_text(
-            f"def f(completions, **columns):\n    return [{number}] * len(completions)"
-        )
-        options = {**QUICK, "max_steps": 0, "output_dir": tmp_path / f"run{number}"}
-        grpo.main(arguments(**options, reward=f"{path}:f"))
-        (row,) = logged(tmp_path / f"run{number}")
-        assert row["eval/reward"] == number
+def test_a_reward_may_train_a_model_of_its_own(tmp_path, fresh_imports):
+    code = """
+import torch
+model = torch.nn.Linear(1, 1)
+def f(completions, **columns):
+    model(torch.ones(1)).backward()
+    return [1.0] * len(completions)
+"""
+    (tmp_path / "trains.py").write_text(code)
+    _, scores = score_with([f"{tmp_path}/trains.py:f"])
+    assert scores["reward"].tolist() == [1.0] * 4
+
+
+def test_a_reward_file_is_imported_again_only_if_it_was_edited(tmp_path, fresh_imports):
+    """As in a notebook, which calls `main` again. Its functions can be pickled."""
+    path = tmp_path / "edited.py"
+    path.write_text(
+        "def f(completions, **columns):\n    return [1.0] * len(completions)"
+    )
+    first = grpo.load_function(f"{path}:f")
+    assert grpo.load_function(f"{path}:f") is first
+    path.write_text(
+        "def f(completions, **columns):\n    return [22.5] * len(completions)"
+    )
+    second = grpo.load_function(f"{path}:f")
+    assert second([""]) == [22.5]
+    assert pickle.loads(pickle.dumps(second)) is second
 
 
 def test_a_reward_may_use_a_pool_of_processes(own_rewards):
@@ -3728,7 +3754,8 @@ def test_a_chat_template_that_is_not_used_is_told(tmp_path, capsys):
     new_run(tmp_path / "run", model=tmp_path / "model", max_steps=0)
     output = capsys.readouterr().out
     ending = r"'<|im_end|>\n<|im_start|>user\n'"
-    assert f"no chat template: it ends an answer with {ending}, not ['<eos>']" in output
+    message = "the chat template is not used: it ends an answer with"
+    assert f"{message} {ending}, not with ['<eos>']" in output
 
 
 @pytest.mark.parametrize(
@@ -3886,6 +3913,13 @@ def test_generation_defaults_of_a_folder_do_not_reach_sampling(tmp_path):
     assert torch.equal(grpo.greedy_completions(found), expected)
     assert logprobs == grpo.shared_logprobs
     assert eos_token_ids == [0, 7]
+
+
+def test_a_model_whose_folder_lacks_the_tokenizer_is_refused(tmp_path):
+    """transformers makes an empty tokenizer, to which every text is unknown."""
+    tiny_model("gemma").save_pretrained(tmp_path)
+    with pytest.raises(grpo.Error, match="has a tokenizer without tokens"):
+        grpo.load_checked_model(grpo.Options(), str(tmp_path))
 
 
 def test_a_model_without_an_eos_token_is_refused(tmp_path):
@@ -4147,7 +4181,7 @@ def readme_rewards(tmp_path_factory):
     path = tmp_path_factory.mktemp("readme") / "rewards.py"
     path.write_text(readme_block("import functools"))
     search_path = list(sys.path)
-    yield grpo.import_file(str(path))
+    yield grpo.import_file(str(path), 0)
     sys.path[:] = search_path
 
 
