@@ -1674,7 +1674,9 @@ def within_cell(weight):
     # bfloat16 has 8 significant bits: between 2**(exponent - 1) and 2**exponent its
     # numbers are 2**(exponent - 8) apart, and a cell extends half of that either way.
     exponent = torch.frexp(weight).exponent
-    near = weight + torch.ldexp(torch.rand_like(weight) - 0.5, exponent - 8)
+    offset = torch.zeros_like(weight)
+    offset.uniform_(-0.5, 0.5)  # without this line, masters start at the weights
+    near = weight + torch.ldexp(offset, exponent - 8)
     # Outside the cell (it is smaller below a power of 2; 0 has none) keep the weight.
     return torch.where(near.bfloat16() == weight, near, weight)
 
