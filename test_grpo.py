@@ -4484,6 +4484,18 @@ def test_weights_not_representable_in_bfloat16_are_unchanged():
     assert torch.equal(grpo.within_cell(weight), weight)
 
 
+def test_without_the_line_that_the_readme_names_masters_start_at_the_weights():
+    readme = Path(grpo.__file__).with_name("README.md").read_text()
+    (line,) = re.findall(r"delete the line\s+`(.*?)`", readme)
+    source = Path(grpo.__file__).read_text()
+    assert source.count(line) == 1
+    module = types.ModuleType("exact")
+    exec(re.sub(rf".*{re.escape(line)}.*\n", "", source), vars(module))
+    weight = torch.randn(100).bfloat16().float()
+    assert torch.equal(module.within_cell(weight), weight)
+    assert not torch.equal(grpo.within_cell(weight), weight)
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize("scale", [1e-3, 10.0], ids=["small-grads", "large-grads"])
 def test_masters_move_like_float32_weights(scale, max_grad_norm):
