@@ -2950,6 +2950,14 @@ def test_hostile_texts_cost_milliseconds(piece, count):
         assert time.process_time() - start < 0.5
 
 
+def test_a_long_row_of_numbers_costs_milliseconds():
+    """It looks like one number in groups of three digits, but ends in another way."""
+    start = time.process_time()
+    text = "100 " * 25_000 + "100/"
+    assert grpo.accuracy_reward([""], [text], ["7"]) == [0.0]
+    assert time.process_time() - start < 0.5
+
+
 @pytest.mark.parametrize(
     "number",
     ["9" * 4300, "9" * 100_000, "0." + "9" * 100_000, "1e999", "1e-999999999"]
@@ -3747,11 +3755,12 @@ def test_the_eos_may_follow_another_marker_of_the_chat_template():
     assert row["prompts"].startswith("<|im_start|>user")
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_is_not_used_is_told(tmp_path, capsys):
     model, tokenizer = grpo.tiny_model(0)
     tokenizer.chat_template = CHATML
     save_model(tmp_path / "model", model, tokenizer)
-    new_run(tmp_path / "run", model=tmp_path / "model", max_steps=0)
+    new_run(tmp_path / "run", model=tmp_path / "model", max_steps=0, sft_steps=0)
     output = capsys.readouterr().out
     ending = r"'<|im_end|>\n<|im_start|>user\n'"
     message = "the chat template is not used: it ends an answer with"
