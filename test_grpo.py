@@ -2371,6 +2371,7 @@ SCORES = [
     (r"\boxed{A. 5 or B}", "A", True, 0),
     (r"\boxed{A. Paris and B}", "A", True, 0),
     (r"\boxed{A: or B}", "A", True, 0),
+    (r"\boxed{A), B}", "A", True, 0),
     (r"\boxed{a.m.}", "A", True, 0),
     (r"\boxed{B)12}", "B", True, 1),
     (r"\boxed{\boldsymbol{B}}", "B", True, 1),
@@ -3168,6 +3169,7 @@ def test_a_reward_file_is_imported_again_only_if_it_was_edited(tmp_path, fresh_i
     )
     second = grpo.load_function(f"{path}:f")
     assert second([""]) == [22.5]
+    assert second.__module__ == "edited"
     assert pickle.loads(pickle.dumps(second)) is second
 
 
@@ -3374,6 +3376,14 @@ def supervise(step_reward, texts=("1+1\n2<eos>", "2", "3<eos>", "<eos>")):
     config = grpo.Options(num_generations=2)
     found = grpo.process_supervision(step_reward, config, tokenizer, columns, 7)
     return found, columns
+
+
+def test_a_step_reward_that_calls_exit_does_not_end_the_run_as_finished():
+    def exits(**columns):
+        raise SystemExit
+
+    with pytest.raises(grpo.Error, match="^--step-reward called exit"):
+        supervise(exits)
 
 
 def test_step_rewards_see_the_reasoning_steps_and_the_columns():
@@ -5005,7 +5015,9 @@ def test_a_run_without_steps_evaluates_all_rows_of_eval_data(tmp_path, hashed, c
     assert row["step"] == 0 and len(set(rewards)) > 1
     assert row["eval/reward"] == pytest.approx(sum(rewards) / 23)
     assert saved_steps(tmp_path / "run") == []
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    output = capsys.readouterr().out
+    assert "0 of 0 prompts fit, 23 to evaluate" in output
+    assert output.splitlines()[-1] == (
         f"greedy held-out reward: {sum(rewards) / 23:.2f} at step 0; "
         f"all of it is in {tmp_path}/run"
     )
