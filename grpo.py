@@ -1529,9 +1529,8 @@ def load_model(name, seed):
             raise ValueError(f"lacks the weights {sorted(info['missing_keys'])!s:.200}")
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = (
-            False  # a mixture of experts needs it for its own loss
-        )
+        # Mixtures of experts need these logits for a loss that GRPO does not have.
+        config.output_router_logits = False
     model.eval()  # no dropout: sampling, old, new and reference agree
     eos = model.generation_config.eos_token_id  # may differ from the tokenizer's
     eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
@@ -2528,11 +2527,8 @@ def parse_args(argv=None):
         parser.set_defaults(**TINY)
     options = vars(parser.parse_args(argv))  # what is typed wins
     if typed.resume:
-        for name in (
-            "seed",
-            "lora_rank",
-            "sft_steps",
-        ):  # held-out rows, and the weights
+        # These decide which rows are held out and which weights a checkpoint has.
+        for name in ("seed", "lora_rank", "sft_steps"):
             if options[name] != saved[name]:
                 flag = f"--{name.replace('_', '-')}"
                 raise Error(f"{flag}: a resumed run keeps {saved[name]}")
