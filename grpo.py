@@ -212,6 +212,8 @@ class Config:
             raise Error(f"--prompts-per-step must be divisible by {WORLD_SIZE} ranks")
         if self.num_prompts % self.num_mini_batches:
             raise Error(f"--num-mini-batches must divide {self.num_prompts} prompts")
+        if self.resume and not self.max_steps:
+            raise Error("--max-steps 0 evaluates --model: name a checkpoint there")
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template must contain {question}")
 
@@ -246,11 +248,10 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    # Equal rewards must have an advantage of exactly 0. In float32, both r - mean and
-    # std of eight rewards of 0.1 are about 1e-8 instead of 0, and their ratio is -0.4.
-    # `float` makes sums of rewards equal that differ only by rounding (0.1 + 0.2 and
-    # 0.3); in `double` the sum of equal float32 numbers, and so their mean, is exact.
-    groups = rewards.float().double().reshape(-1, num_generations)  # (B, G)
+    # Equal rewards must have an advantage of exactly 0. If r - mean and std are both
+    # 1e-8 by rounding, their ratio is not small: -0.4 for eight rewards of 0.1.
+    rewards = rewards.float()  # sums that differ by rounding (0.1 + 0.2, 0.3) are equal
+    groups = rewards.double().view(-1, num_generations)  # (B, G); sums are exact
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
@@ -272,14 +273,14 @@ def process_advantages(
     """
     advantages = torch.zeros(len(step_rewards), length)
     for start in range(0, len(step_rewards), num_generations):
-        members = range(start, start + num_generations)
-        numbers = torch.tensor([float(x) for i in members for x in step_rewards[i]])
-        if len(numbers) < 2:  # a single one equals its mean
+        group = step_rewards[start : start + num_generations]
+        pooled = torch.tensor([float(x) for rewards in group for x in rewards])
+        if len(pooled) < 2:  # a single reasoning step equals its mean
             continue
-        normalised = group_advantages(numbers, len(numbers), scale_rewards, eps)
-        num_steps = [len(step_rewards[i]) for i in members]
-        for i, own in zip(members, normalised.split(num_steps)):
-            for end, advantage in zip(step_ends[i], own, strict=True):
+        pooled = group_advantages(pooled, len(pooled), scale_rewards, eps)
+        by_completion = pooled.split([len(rewards) for rewards in group])
+        for i, step_advantages in enumerate(by_completion, start):
+            for end, advantage in zip(step_ends[i], step_advantages, strict=True):
                 advantages[i, : end + 1] += advantage
     return advantages
 
@@ -376,11 +377,10 @@ def grpo_loss(
     arXiv:2512.02556), which is unbiased only with token-level ratios."""
     mask = mask.bool()
     weights = token_weights(mask) if weights is None else weights
-    if old_logp is None:
-        # The ratio is then exactly 1, and its gradient is that of logp.
-        old_logp = logp
-    logp = logp.where(mask, 0)
+    # Without old_logp the ratio is exactly 1, and its gradient is that of logp.
+    old_logp = logp if old_logp is None else old_logp
     old_logp = old_logp.detach().where(mask, 0)
+    logp = logp.where(mask, 0)
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
@@ -469,17 +469,17 @@ def generate(
     # In step i the cache holds the P tokens of the prompt and tokens 0 to i - 1 of the
     # completion. Token i is sampled, and then run to get the logits of token i + 1.
     for i in range(max_completion_length):
-        tokens, completion_logp[live, i] = sample(logits[:, -1], temperature)
-        completion_ids[live, i] = tokens
-        unfinished = ~torch.isin(tokens, eos)
+        ids, logp = sample(logits[:, -1], temperature)
+        completion_ids[live, i] = ids
+        completion_logp[live, i] = logp
+        unfinished = ~torch.isin(ids, eos)
         if not unfinished.any() or i == max_completion_length - 1:
             break
         if not unfinished.all():  # finished completions leave the batch
-            live, tokens, mask = live[unfinished], tokens[unfinished], mask[unfinished]
+            live, ids, mask = live[unfinished], ids[unfinished], mask[unfinished]
             cache.reorder_cache(unfinished.nonzero()[:, 0])
         mask = F.pad(mask, (0, 1), value=True)
-        ids = tokens[:, None]
-        logits = call_model(model, ids, mask, cache, logits_to_keep=1).logits
+        logits = call_model(model, ids[:, None], mask, cache, logits_to_keep=1).logits
     return completion_ids, completion_logp
 
 
@@ -537,13 +537,14 @@ class Batch:
 
     def select(self, rows):
         """A batch of these rows, cut to their longest prompt and completion."""
-        start = -int(self.prompt_mask[rows].sum(1).max())
-        end = int(self.mask[rows].sum(1).max())
+        prompt_length = int(self.prompt_mask[rows].sum(1).max())
+        length = int(self.mask[rows].sum(1).max())
         selected = {}
         for name, x in vars(self).items():
-            if x is not None:
-                is_prompt = name in ("prompt_ids", "prompt_mask")
-                selected[name] = x[rows, start:] if is_prompt else x[rows, :end]
+            if name in ("prompt_ids", "prompt_mask"):
+                selected[name] = x[rows, -prompt_length:]
+            elif x is not None:
+                selected[name] = x[rows, :length]
         return Batch(**selected)
 
     def micro_batch_rows(self, size):
@@ -598,18 +599,19 @@ def train_step(run, train_rows, step):
     )
     batch.advantages = advantages.to(DEVICE)[:, None].expand(batch.mask.shape)
     if run.step_reward:
-        extra, scores["step_reward"] = score_steps(run, columns, batch.mask.shape[1])
-        batch.advantages = batch.advantages + extra.to(DEVICE)
+        length = batch.mask.shape[1]
+        of_steps, scores["step_reward"] = score_steps(run, columns, length)
+        batch.advantages = batch.advantages + of_steps.to(DEVICE)
 
     # 5. Minimise -min(ratio A, clip(ratio) A) + beta KL.
     update_start = time.perf_counter()
     metrics = update(run, batch, scheduled_learning_rate(config, step))
 
-    stds = scores["reward"].view(len(rows), -1).std(1)
+    groups = scores["reward"].float().view(len(rows), -1)  # (B, G)
     metrics |= {name: x.nanmean().item() for name, x in scores.items()}
     metrics |= {
-        "reward_std": stds.mean().item(),
-        "zero_std_fraction": (stds == 0).double().mean().item(),
+        "reward_std": groups.std(1).mean().item(),
+        "zero_std_fraction": (groups == groups[:, :1]).all(1).float().mean().item(),
         "completion_length": batch.mask.sum(1).double().mean().item(),
         "truncated_fraction": columns["finished"].count(False) / len(batch.mask),
         "rollout_seconds": update_start - start,  # with reward functions
@@ -621,7 +623,7 @@ def train_step(run, train_rows, step):
 def prompt_batch(rows, step, size, seed):
     """The `size` rows of a step. Epochs are shuffled and drop an incomplete batch."""
     if size > len(rows):
-        raise Error(f"a step takes {size} prompts, but there are only {len(rows)}")
+        raise Error(f"a step takes {size} rows, but only {len(rows)} fit")
     epoch, i = divmod(step - 1, len(rows) // size)
     shuffled = random.Random(seed * 1_000_003 + epoch).sample(rows, len(rows))
     return shuffled[i * size : (i + 1) * size]
@@ -642,11 +644,11 @@ def rollout(run, rows, num_generations, temperature):
     )
     mask = completion_mask(completion_ids, run.eos_token_ids)
     batch = Batch(
-        prompt_ids.repeat_interleave(num_generations, dim=0),
-        prompt_mask.repeat_interleave(num_generations, dim=0),
-        completion_ids,
-        mask,
-        logp,
+        prompt_ids=prompt_ids.repeat_interleave(num_generations, dim=0),
+        prompt_mask=prompt_mask.repeat_interleave(num_generations, dim=0),
+        completion_ids=completion_ids,
+        mask=mask,
+        sampled_logp=logp,
     )
     repeated = [row for row in rows for _ in range(num_generations)]
     columns = {name: [row[name] for row in repeated] for name in rows[0]}
@@ -691,7 +693,7 @@ def reward_tensor(values, size, source):
     try:
         judged = [float(x) for x in values if x is not None]
         valid = len(values) == size and all(map(math.isfinite, judged))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         valid = False
     if not valid:
         raise Error(f"{source} returned {values!r:.200}, not {size} finite numbers")
@@ -756,7 +758,7 @@ def update(run, batch, learning_rate):
         with run.reference_context():
             batch.ref_logp = fixed_logprobs(run, run.reference, batch)
     num_updates = config.num_iterations * config.num_mini_batches
-    if num_updates > 1:
+    if num_updates > 1:  # in the only update, the policy is still the one that sampled
         batch.old_logp = fixed_logprobs(run, run.policy, batch)
     all_rows = torch.arange(len(batch.mask))
     mini_batches = all_rows.split(len(all_rows) // config.num_mini_batches)
@@ -784,6 +786,7 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
+    # The mean over ranks of a sum that is divided by this is the mean over all tokens.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -820,7 +823,8 @@ def optimizer_step(run, batch):
 
     weights = [x for group in run.optimizer.param_groups for x in group["params"]]
     for weight in weights:
-        if weight.grad is None:  # unused; AdamW then keeps a state for all weights
+        if weight.grad is None:  # a weight that the model does not use
+            # Without a gradient AdamW makes no state, and checkpoints would lack it.
             weight.grad = torch.zeros_like(weight)
     grad_norm = clip_grad_norm_(weights, config.max_grad_norm or math.inf)
     if isinstance(grad_norm, DTensor):
@@ -858,7 +862,7 @@ def accuracy_reward(prompts, completions, answer, finished=None, **columns):
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
         gold = normalise(gold_answer(answer[i]))
-        if gold in LETTERS:  # the completion may have an option behind the letter
+        if gold in LETTERS:  # B. Paris, (B) 12 and \\mathbf{B} are all B
             option = re.match(r"[\\(a-z{]*?\b([A-J])[):.}]", found)
             found = option[1] if option else found
         scores.append(float(normalise(found) == gold))
@@ -894,8 +898,15 @@ def format_reward(prompts, completions, **columns):
     return scores
 
 
-# A number is read to its end, so that 12,5 and 1.2.3 and (1, 2) are each one thing.
-NUMBER = r"[-+]?[$€£]?(?:\d+ (?=\d+/\d))?\.?\d(?:[\d.,/:]*\d)?(?:[eE][-+]?\d+)?"
+# A number is read to its end, so that 12,5 and 1.2.3 are no numbers, and not 5 or 3.
+NUMBER = (
+    r"[-+]?[$€£]?"
+    r"(?:\d+ (?=\d+/\d))?"  # the whole part of 2 1/2
+    r"\.?\d(?:[\d.,/:]*\d)?"
+    r"(?:[eE][-+]?\d+)?"
+)
+# It is not the answer if it begins a formula or a choice: 3\sqrt{2}, 3 + 4, 2 or 3.
+NUMBER_ALONE = NUMBER + r"(?![\w\\^({]| ?[-+*/=×\\^]| or\b| and\b)"
 
 
 def extract_answer(text, finished=True):
@@ -909,19 +920,19 @@ def extract_answer(text, finished=True):
     """
     text = re.sub("[−–]", "-", text)
     for start in reversed([match.end() for match in re.finditer(r"\\boxed{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
+        depth, end = 1, start  # of the braces, and behind the last one
+        while depth > 0 and end < len(text):
             depth += (text[end] == "{") - (text[end] == "}")
-            if depth == 0:
-                break
-        if depth:
+            end += 1
+        if depth > 0:
             return ""  # cut off
-        if text[start:end].strip(" ."):
-            return text[start:end]
+        box = text[start : end - 1]
+        if box.strip(" ."):
+            return box
     _, mark, rest = text.rpartition("####")
     prefix = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
     rest = re.sub(prefix, "", rest).strip(" *\n")
-    number = re.match(NUMBER, rest)
+    number = re.match(NUMBER_ALONE, rest)
     if mark and number:
         return number[0]
     if mark and "\n" not in rest:  # else it is a heading
@@ -949,7 +960,7 @@ SPELLINGS = [
     (r"[−–]", "-"),  # other minus signs
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
-    (r"\\[dt]?frac ?(?:{(-?\d+)}|(\d)) ?(?:{(\d+)}|(\d))", r" \1\2/\3\4"),  # 2\frac12
+    (r"\\[dt]?frac" + 2 * r" ?(?:{(-?\d+)}|(\d))", r" \1\2/\3\4"),  # 2\frac{1}2
     (r" ?(?:\\times|×|\\cdot) ?10\^{?(-?\d+)}?", r"e\1"),  # 3 \times 10^8 -> 3e8
     (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"[$€£%]", ""),
@@ -1042,8 +1053,10 @@ def load_rewards(specs):
         name, _, text = spec.partition("=")
         try:
             weight = float(text or 1)
-        except ValueError as error:
-            raise Error(f"--reward {spec}: {error}") from error
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise Error(f"--reward {spec}: the weight must be a number")
         rewards[name] = load_function(name), weight
     return rewards
 
@@ -1209,9 +1222,9 @@ def build_run(config, name, reward_functions, step_reward=None):
         LoRA        the adapters; the frozen weights are in --dtype
     With --max-steps 0 there is only the policy, in --dtype."""
     dtype = getattr(torch, config.dtype)
-    trains = config.max_steps > 0 or bool(config.resume)
-    trains_all = trains and not config.lora_rank
-    policy = load_model(name, torch.float32 if trains_all else dtype, config.seed)
+    trains_all_weights = config.max_steps > 0 and not config.lora_rank
+    policy_dtype = torch.float32 if trains_all_weights else dtype
+    policy = load_model(name, policy_dtype, config.seed)
     tokenizer, eos_token_ids = load_tokenizer(name, policy)
     run = Run(
         config=config,
@@ -1223,7 +1236,7 @@ def build_run(config, name, reward_functions, step_reward=None):
         step_reward=step_reward,
         logprobs=choose_logprobs(policy),
     )
-    if trains:
+    if config.max_steps:
         prepare_training(run, name, dtype)
     policy.to(DEVICE)
     return run
@@ -1275,9 +1288,9 @@ def add_adapters(model, rank):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Makes a model with LoRA its own reference. peft also switches `requires_grad` of
-    the adapters that the model has at that moment: the gathered ones both times, as the
-    model has sampled before."""
+    """Switches LoRA off, which makes the policy its own reference. Both calls also set
+    `requires_grad` of the adapters. With FSDP2 these must be the same tensors in both
+    calls, and they are: gathered since sampling, until the optimizer step."""
     model.disable_adapters()
     try:
         yield
@@ -1291,12 +1304,13 @@ def decoder_layers(model):
 
 
 def shard(model, dtype, keep_gathered, frozen=frozenset()):
-    """Leaves each rank a part of the float32 weights, and gathers them in `dtype` when
-    the model runs (FSDP2). One rank has all of them: what FSDP2 does for it is to make
-    the bfloat16 weights. `frozen` weights are not sharded.
-    With `keep_gathered` the gathered weights stay until `drop_gathered`. Otherwise each
-    layer gathers its weights again for every token, and ranks that sample different
-    numbers of tokens would wait for each other for ever."""
+    """FSDP2: each rank keeps a part (shard) of the weights, in float32 if they are
+    trained, and the model runs with weights gathered from all ranks in `dtype`. On one
+    rank this only makes the bfloat16 weights. `frozen` weights are not sharded.
+        policy     keep_gathered=True: gathered once, until `drop_gathered`. Ranks that
+                   sample different numbers of tokens could not gather for every token.
+        reference  keep_gathered=False: layer by layer, which saves memory.
+    """
     for module in [*decoder_layers(model), model]:
         fsdp.fully_shard(
             module,
@@ -1324,6 +1338,7 @@ def sliced_logprobs(
     """`token_logprobs`, with the same numbers and gradients, in less time and memory:
     only the M tokens that are not padding get logits, and only those of a slice of the
     vocabulary are in memory at a time."""
+    mask = mask.bool()
     ids, attention_mask = model_inputs(prompt_ids, prompt_mask, completion_ids, mask)
     no_logits = ids.new_empty(0)
     output = call_model(
@@ -1540,7 +1555,12 @@ def supervised_model(config, rows):
     if folder.exists():
         return folder
     supervised = replace(
-        config, beta=0.0, lora_rank=0, num_iterations=1, num_mini_batches=1
+        config,
+        beta=0.0,
+        lora_rank=0,
+        num_iterations=1,
+        num_mini_batches=1,
+        max_steps=config.sft_steps,
     )
     run = build_run(supervised, config.model, reward_functions={})
     examples = []  # token ids of prompt and solution
@@ -1551,6 +1571,7 @@ def supervised_model(config, rows):
     for step in tqdm(range(1, config.sft_steps + 1), "supervised", disable=RANK > 0):
         chosen = prompt_batch(examples, step, config.num_prompts, config.seed)
         prompts, solutions = zip(*chosen)
+        # A batch begins with ids and mask of the prompts, then of the completions.
         batch = Batch(*pad(prompts, "left"), *pad(solutions, "right"))
         batch.advantages = torch.ones(batch.mask.shape, device=DEVICE)
         update(run, batch, config.sft_learning_rate)
@@ -1641,6 +1662,10 @@ def set_up(config):
     return run, rows[RANK::WORLD_SIZE], eval_rows
 
 
+# Sampling may differ from training by rounding: 1e-7 nats in float32, 0.01 in bfloat16.
+MAX_SAMPLING_GAP = 0.1
+
+
 def train(run, rows, eval_rows, report, signals=()):
     """Takes the steps that are left, and evaluates and saves in between. A signal stops
     it after a step, with a checkpoint. report: see `tracker`."""
@@ -1649,7 +1674,7 @@ def train(run, rows, eval_rows, report, signals=()):
     if RANK == 0:
         # Without a checkpoint, the evaluation at step 0 is repeated, too.
         drop_rows_after(config, step if step > 0 else -1)
-    evaluates = eval_rows and (config.eval_every or not config.max_steps)
+    evaluates = bool(eval_rows) and (config.eval_every > 0 or config.max_steps == 0)
     if step == 0 and evaluates:
         metrics = evaluate(run, eval_rows, step)
         append_row(config, "metrics.jsonl", {"step": 0, **metrics})
@@ -1667,6 +1692,8 @@ def train(run, rows, eval_rows, report, signals=()):
                 "--model: log-probs of sampling and of training differ by "
                 f"{metrics['sampling_gap']:.2g} nats per token: it cannot be trained"
             )
+        if metrics["skipped"]:
+            print0(f"step {step}: an update was skipped, its gradient was not finite")
         stopped = any(all_gather(len(signals) > 0))
         if evaluates and is_due(config.eval_every, step, config) and not stopped:
             metrics |= evaluate(run, eval_rows, step)
@@ -1683,10 +1710,6 @@ def train(run, rows, eval_rows, report, signals=()):
     bar.close()
     if step < config.max_steps:
         raise Error(f"stopped; go on: python grpo.py --resume {config.output_dir}")
-
-
-# Sampling may differ from training by rounding: 1e-7 nats in float32, 0.01 in bfloat16.
-MAX_SAMPLING_GAP = 0.1
 
 
 def mean_over_ranks(metrics):
