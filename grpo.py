@@ -905,8 +905,8 @@ NUMBER = (
     r"\.?\d(?:[\d.,/:]*\d)?"
     r"(?:[eE][-+]?\d+)?"
 )
-# It is not the answer if it begins a formula or a choice: 3\sqrt{2}, 3 + 4, 2 or 3.
-NUMBER_ALONE = NUMBER + r"(?![\w\\^({]| ?[-+*/=×\\^]| or\b| and\b)"
+# It is not the answer if it begins something else: 3\sqrt{2}, 3 + 4, 2 or 3, 2) Add.
+NUMBER_ALONE = rf"(?>{NUMBER})(?![\w\\^(){{]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
 
 
 def extract_answer(text, finished=True):
@@ -1122,6 +1122,8 @@ def read_rows(path, config):
             solution = answer if solution is None else solution
             if needs_answer(config):
                 gold_answer(answer)
+            if config.sft_steps and solution is None:
+                raise ValueError("--sft-steps needs a `solution` or an `answer`")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Error(f"{path}:{number}: {error!r:.200}") from error
         rows.append({**row, "messages": prompt, "answer": answer, "solution": solution})
