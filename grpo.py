@@ -1194,7 +1194,7 @@ def uses_chat_template(run):
 def load_model(name, dtype, seed):
     """A causal language model on the CPU."""
     if name == "tiny":
-        model = tiny_model(seed).to(dtype)
+        model = tiny_model(seed, dtype)
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -1507,6 +1507,8 @@ STATE = dsd.StateDictOptions(ignore_frozen_params=True, strict=False)
 def training_state(run):
     """The state by the names that `set_state_dict` takes. Each rank has its shards."""
     model, optimizer = dsd.get_state_dict(run.policy, run.optimizer, options=STATE)
+    for name in run.policy.all_tied_weights_keys:  # the same weight by another name
+        model.pop(name, None)
     return {"model_state_dict": model, "optim_state_dict": optimizer}
 
 
@@ -1519,7 +1521,7 @@ def save(run, folder, state=None):
     weights = dsd.get_model_state_dict(policy, options=options)  # on the first rank
     if RANK == 0:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-        for name in policy.all_tied_weights_keys:  # would be written twice
+        for name in policy.all_tied_weights_keys:
             weights.pop(name, None)
         if not run.config.lora_rank:
             dtype = policy.config.dtype = getattr(torch, run.config.dtype)
@@ -1563,6 +1565,7 @@ def supervised_model(config, rows):
         num_iterations=1,
         num_mini_batches=1,
         max_steps=config.sft_steps,
+        temperature=1.0,
     )
     run = build_run(supervised, config.model, reward_functions={})
     examples = []  # token ids of prompt and solution
@@ -1609,7 +1612,7 @@ def tiny_tokenizer():
     )
 
 
-def tiny_model(seed):
+def tiny_model(seed, dtype=torch.float32):
     """A 2-layer Qwen2 with 135,168 random weights."""
     config = transformers.Qwen2Config(
         hidden_size=64,
@@ -1623,7 +1626,7 @@ def tiny_model(seed):
         eos_token_id=0,
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 TINY = {  # the defaults of `--model tiny`
@@ -1696,7 +1699,7 @@ def train(run, rows, eval_rows, report, signals=()):
             )
         if metrics["skipped"]:
             print0(f"step {step}: an update was skipped, its gradient was not finite")
-        stopped = any(all_gather(len(signals) > 0))
+        stopped = any(all_gather(len(signals) > 0)) and step < config.max_steps
         if evaluates and is_due(config.eval_every, step, config) and not stopped:
             metrics |= evaluate(run, eval_rows, step)
         if step == 1 or is_due(config.eval_every, step, config):
@@ -1710,7 +1713,7 @@ def train(run, rows, eval_rows, report, signals=()):
             folder = Path(config.output_dir, f"checkpoint-{step}")
             save(run, folder, training_state(run))
     bar.close()
-    if step < config.max_steps:
+    if stopped:
         raise Error(f"stopped; go on: python grpo.py --resume {config.output_dir}")
 
 
