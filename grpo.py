@@ -1122,8 +1122,6 @@ def read_rows(path, config):
             solution = answer if solution is None else solution
             if needs_answer(config):
                 gold_answer(answer)
-            if config.sft_steps and solution is None:
-                raise ValueError("--sft-steps needs a `solution` or an `answer`")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Error(f"{path}:{number}: {error!r:.200}") from error
         rows.append({**row, "messages": prompt, "answer": answer, "solution": solution})
@@ -1569,6 +1567,7 @@ def supervised_model(config, rows):
     )
     run = build_run(supervised, config.model, reward_functions={})
     examples = []  # token ids of prompt and solution
+    rows = [row for row in rows if row["solution"] is not None]
     for row in encode_prompts(run, rows)[RANK::WORLD_SIZE]:
         ids = run.tokenizer.encode(str(row["solution"]), add_special_tokens=False)
         if len(ids) < config.max_completion_length:
@@ -1812,6 +1811,7 @@ def main(argv=None):
     the user ends in one line, without a traceback."""
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # logits are a view
     lock = None
     try:
         try:
