@@ -29,7 +29,7 @@ a list of `texts` with it:
     tokenizer = AutoTokenizer.from_pretrained(name)
     policy = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     policy.to(DEVICE).eval()  # no dropout
-    run = Run(
+    run = Run(  # `update` sets the learning rate
         Config(max_completion_length=64, max_steps=200),
         policy,
         tokenizer,
@@ -157,7 +157,9 @@ class Config:
 
     # Data
     data: str = option("", "JSONL file; default: built-in sums")
-    eval_data: str = option("", "JSONL file to evaluate; default: a tenth of the data")
+    eval_data: str = option(
+        "", "JSONL file to evaluate; default: a tenth of the data, at most 64 rows"
+    )
     reward: list[str] = field(
         default_factory=lambda: ["accuracy"],
         metadata={
@@ -213,7 +215,9 @@ class Config:
         if self.num_prompts % self.num_mini_batches:
             raise Error(f"--num-mini-batches must divide {self.num_prompts} prompts")
         if self.resume and not self.max_steps:
-            raise Error("--max-steps 0 evaluates --model: name a checkpoint there")
+            raise Error(
+                "--max-steps 0 goes with --model DIR/checkpoint-N, not --resume"
+            )
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template must contain {question}")
 
@@ -250,8 +254,9 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         )
     # Equal rewards must have an advantage of exactly 0. If r - mean and std are both
     # 1e-8 by rounding, their ratio is not small: -0.4 for eight rewards of 0.1.
-    rewards = rewards.float()  # sums that differ by rounding (0.1 + 0.2, 0.3) are equal
-    groups = rewards.double().view(-1, num_generations)  # (B, G); sums are exact
+    # float32 makes 0.1 + 0.2 and 0.3 equal. In float64, sum and mean of equal float32
+    # numbers are exact.
+    groups = rewards.float().double().view(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
@@ -277,9 +282,10 @@ def process_advantages(
         pooled = torch.tensor([float(x) for rewards in group for x in rewards])
         if len(pooled) < 2:  # a single reasoning step equals its mean
             continue
-        pooled = group_advantages(pooled, len(pooled), scale_rewards, eps)
-        by_completion = pooled.split([len(rewards) for rewards in group])
-        for i, step_advantages in enumerate(by_completion, start):
+        # All reasoning steps of the group are normalised as one group.
+        normalised = group_advantages(pooled, len(pooled), scale_rewards, eps)
+        num_steps = [len(rewards) for rewards in group]
+        for i, step_advantages in enumerate(normalised.split(num_steps), start):
             for end, advantage in zip(step_ends[i], step_advantages, strict=True):
                 advantages[i, : end + 1] += advantage
     return advantages
@@ -476,9 +482,10 @@ def generate(
         if not unfinished.any() or i == max_completion_length - 1:
             break
         if not unfinished.all():  # finished completions leave the batch
-            live, ids, mask = live[unfinished], ids[unfinished], mask[unfinished]
-            cache.reorder_cache(unfinished.nonzero()[:, 0])
-        mask = F.pad(mask, (0, 1), value=True)
+            kept = unfinished.nonzero()[:, 0]
+            live, ids, mask = live[kept], ids[kept], mask[kept]
+            cache.reorder_cache(kept)
+        mask = F.pad(mask, (0, 1), value=True)  # a column for the token just sampled
         logits = call_model(model, ids[:, None], mask, cache, logits_to_keep=1).logits
     return completion_ids, completion_logp
 
@@ -513,9 +520,8 @@ def model_inputs(prompt_ids, prompt_mask, completion_ids, mask):
 
 
 # ----------------------------------------------------------------------------- one step
-# Several ranks (WORLD_SIZE = W > 1): each takes an equal number of prompts of its own.
-# FSDP2 averages gradients over ranks, so a loss that every rank divides by `total / W`
-# (the mean per rank) is divided by `total` overall. Metrics are averaged likewise.
+# Several ranks (WORLD_SIZE > 1): each takes an equal number of prompts of its own.
+# Gradients (by FSDP2) and metrics are averaged over them.
 @dataclass
 class Batch:
     """N completions, each with its prompt: a rollout, a mini-batch or a micro-batch."""
@@ -535,16 +541,16 @@ class Batch:
         """Arguments of `token_logprobs`, without the model and the temperature."""
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.mask
 
-    def select(self, rows):
+    def select(self, indices):
         """A batch of these rows, cut to their longest prompt and completion."""
-        prompt_length = int(self.prompt_mask[rows].sum(1).max())
-        length = int(self.mask[rows].sum(1).max())
+        prompt_length = int(self.prompt_mask[indices].sum(1).max())
+        length = int(self.mask[indices].sum(1).max())
         selected = {}
         for name, x in vars(self).items():
             if name in ("prompt_ids", "prompt_mask"):
-                selected[name] = x[rows, -prompt_length:]
-            elif x is not None:
-                selected[name] = x[rows, :length]
+                selected[name] = x[indices, -prompt_length:]
+            elif x is not None:  # all others are (N, C)
+                selected[name] = x[indices, :length]
         return Batch(**selected)
 
     def micro_batch_rows(self, size):
@@ -786,7 +792,8 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # The mean over ranks of a sum that is divided by this is the mean over all tokens.
+    # Each rank divides its sums by the mean number of tokens of a rank. The mean over
+    # ranks is then the total of the sums divided by the total number of tokens.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -821,12 +828,11 @@ def optimizer_step(run, batch):
         for name, mean in means.items():
             metrics[name] += mean.item() * share
 
-    weights = [x for group in run.optimizer.param_groups for x in group["params"]]
-    for weight in weights:
-        if weight.grad is None:  # a weight that the model does not use
-            # Without a gradient AdamW makes no state, and checkpoints would lack it.
-            weight.grad = torch.zeros_like(weight)
-    grad_norm = clip_grad_norm_(weights, config.max_grad_norm or math.inf)
+    parameters = [x for part in run.optimizer.param_groups for x in part["params"]]
+    for x in parameters:
+        if x.grad is None:  # not used by the model: AdamW would make no state for it,
+            x.grad = torch.zeros_like(x)  # and checkpoints would lack that
+    grad_norm = clip_grad_norm_(parameters, config.max_grad_norm or math.inf)
     if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()  # over the shards of all ranks
     metrics["grad_norm"] = grad_norm.item()
@@ -900,13 +906,14 @@ def format_reward(prompts, completions, **columns):
 
 # A number is read to its end, so that 12,5 and 1.2.3 are no numbers, and not 5 or 3.
 NUMBER = (
-    r"[-+]?[$€£]?"
+    r"(?:(?<!\d)[-+])?[$€£]?"  # the minus of 3-5 is no sign
     r"(?:\d+ (?=\d+/\d))?"  # the whole part of 2 1/2
     r"\.?\d(?:[\d.,/:]*\d)?"
     r"(?:[eE][-+]?\d+)?"
 )
 # It is not the answer if it begins something else: 3\sqrt{2}, 3 + 4, 2 or 3, 2) Add.
-NUMBER_ALONE = rf"(?>{NUMBER})(?![\w\\^(){{]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
+FOLLOWED_BY_MORE = r"[\w\\^(){]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b"
+NUMBER_ALONE = rf"(?>{NUMBER})(?!{FOLLOWED_BY_MORE})"  # (?>: never a shorter number
 
 
 def extract_answer(text, finished=True):
@@ -933,9 +940,9 @@ def extract_answer(text, finished=True):
     prefix = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
     rest = re.sub(prefix, "", rest).strip(" *\n")
     number = re.match(NUMBER_ALONE, rest)
-    if mark and number:
+    if mark and number and (finished or number.end() < len(rest)):
         return number[0]
-    if mark and "\n" not in rest:  # else it is a heading
+    if mark and finished and "\n" not in rest:  # else it is a heading
         return rest
     numbers = re.findall(NUMBER, text)
     return numbers[-1] if finished and numbers else ""
@@ -956,11 +963,12 @@ def gold_answer(answer):
 
 
 # What `normalise` replaces, in this order.
+ARGUMENT = r" ?(?:{(-?\d+)}|(\d))"  # {12} or 1; one of its two groups is empty
 SPELLINGS = [
     (r"[−–]", "-"),  # other minus signs
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
-    (r"\\[dt]?frac" + 2 * r" ?(?:{(-?\d+)}|(\d))", r" \1\2/\3\4"),  # 2\frac{1}2
+    (r"\\[dt]?frac" + ARGUMENT + ARGUMENT, r" \1\2/\3\4"),  # 2\frac{1}2 -> 2 1/2
     (r" ?(?:\\times|×|\\cdot) ?10\^{?(-?\d+)}?", r"e\1"),  # 3 \times 10^8 -> 3e8
     (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"[$€£%]", ""),
@@ -1247,7 +1255,7 @@ def prepare_training(run, name, dtype):
     config, policy = run.config, run.policy
     frozen = set()
     if config.lora_rank:
-        set_seed(config.seed, 0)  # adapters start at random
+        transformers.set_seed(config.seed)  # adapters start at random
         frozen = add_adapters(policy, config.lora_rank)
         run.reference = policy
         run.reference_context = functools.partial(adapters_off, policy)
@@ -1263,6 +1271,7 @@ def prepare_training(run, name, dtype):
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
+    # AdamW needs float32 weights, and FSDP2 makes the bfloat16 ones that run.
     if WORLD_SIZE > 1 or dtype == torch.bfloat16:
         shard(policy, dtype, keep_gathered=True, frozen=frozen)
     policy.to(DEVICE)
@@ -1289,8 +1298,8 @@ def add_adapters(model, rank):
 @contextlib.contextmanager
 def adapters_off(model):
     """Switches LoRA off, which makes the policy its own reference. Both calls also set
-    `requires_grad` of the adapters. With FSDP2 these must be the same tensors in both
-    calls, and they are: gathered since sampling, until the optimizer step."""
+    `requires_grad` of the adapters, so FSDP2 must not exchange these tensors meanwhile:
+    sampling has gathered them, and they stay until `drop_gathered`."""
     model.disable_adapters()
     try:
         yield
@@ -1400,8 +1409,10 @@ def choose_logprobs(model):
     mask = torch.ones_like(ids, dtype=torch.bool)
     inputs = ids, mask, ids, mask
     plain = token_logprobs(model, *inputs)
-    is_same = (sliced_logprobs(model, *inputs) - plain).abs().max() < 1e-3
-    return sliced_logprobs if is_same else token_logprobs
+    if (sliced_logprobs(model, *inputs) - plain).abs().max() < 1e-3:
+        return sliced_logprobs
+    print0("this model needs all its logits at once, which takes more memory")
+    return token_logprobs
 
 
 def join_ranks(config):
@@ -1661,6 +1672,8 @@ def set_up(config):
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     if longest + config.max_completion_length > positions:
         raise Error(f"--max-completion-length: the model has {positions} positions")
+    if not config.max_steps and not eval_rows:
+        raise Error("--max-steps 0: there are no rows to evaluate")
     for row in (eval_rows + rows)[:1]:
         print0(f"the first prompt: {run.tokenizer.decode(row['prompt_ids'])!r}")
     return run, rows[RANK::WORLD_SIZE], eval_rows
@@ -1691,7 +1704,7 @@ def train(run, rows, eval_rows, report, signals=()):
         metrics, columns = train_step(run, rows, step)
         metrics = mean_over_ranks(metrics)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        if step == 1 and not metrics["sampling_gap"] < MAX_SAMPLING_GAP:
+        if step == 1 and not metrics["sampling_gap"] < MAX_SAMPLING_GAP:  # or NaN
             raise Error(
                 "--model: log-probs of sampling and of training differ by "
                 f"{metrics['sampling_gap']:.2g} nats per token: it cannot be trained"
@@ -1752,7 +1765,7 @@ def evaluate(run, rows, step):
         )
         for name, values in score(run, columns, num_generations=1).items():
             scores[name].extend(values.tolist())
-    ranks = all_gather(scores)[: len(rows)]  # the others have no row of their own
+    ranks = all_gather(scores)[: len(rows)]  # without those that ran rows[:1] instead
     means = {}
     for name in scores:
         values = torch.tensor([x for rank in ranks for x in rank[name]])
