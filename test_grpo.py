@@ -2387,7 +2387,14 @@ def test_supervised_steps_descend_the_negative_log_likelihood(tmp_path):
         mock.patch.object(grpo, "update", checked_update),
         recorded_gradients() as gradients,
     ):
-        new_run(tmp_path / "run", data=data, sft_steps=2, max_steps=0, lora_rank=2)
+        new_run(
+            tmp_path / "run",
+            data=data,
+            eval_data=data,
+            sft_steps=2,
+            max_steps=0,
+            lora_rank=2,
+        )
     assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -2624,6 +2631,7 @@ def test_only_the_first_rank_reports_to_a_tracker(wandb, monkeypatch):
         ({"step_reward": "own.py:f"}, "step reward must return a list of 16 lists"),
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
+        ({"max_steps": 0, "data": "one.jsonl"}, "--max-steps 0: there are no rows"),
         ({"max_completion_length": 40_000}, "--max-completion-length: .* positions"),
         ({"data": "missing.jsonl"}, "No such file.*missing.jsonl"),
         ({"resume": "missing"}, "No such file.*missing/options.json"),
@@ -2639,6 +2647,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, options, message):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
     monkeypatch.delitem(sys.modules, "own", raising=False)
     Path("own.py").write_text("def f(**columns): pass")
+    Path("one.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
     Path("theirs").mkdir()
     Path("theirs", "mine").touch()
     if "resume" not in options:
