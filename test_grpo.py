@@ -893,6 +893,7 @@ def trl_advantages(rewards, num_generations):
     return (deviations / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
 
+@pytest.mark.slow
 @loss_types
 @ratio_levels
 @pytest.mark.parametrize(
@@ -1679,6 +1680,7 @@ HOSTILE_PIECES += ["\\boxed{", "\\boxed{}", "\\boxed{ }", "\\text{", "\\frac{1",
 HOSTILE_PIECES += ["#### ", "####\n", "A) ", "or ", "<think>", "</think>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", HOSTILE_PIECES)
 def test_hostile_texts_take_linear_time(piece):
     """A quadratic search would take minutes."""
