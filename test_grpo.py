@@ -1544,6 +1544,14 @@ def test_metrics_of_a_rollout_are_means():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
+def test_rewards_that_differ_by_rounding_count_as_equal_in_the_metrics():
+    run = run_of_built_in_model()
+    rewards = [0.1 + 0.2, 0.3, 0.3, 0.3] * 2
+    run.reward_functions = {"sum": (lambda **columns: rewards, 1.0)}
+    metrics, _ = grpo.train_step(run, [{"prompt_ids": [3]}, {"prompt_ids": [4]}], 1)
+    assert metrics["zero_std_fraction"] == 1
+
+
 # ------------------------------------------------------------------- the core by itself
 def global_names(code):
     """The global names that the functions in a code object read."""
@@ -1614,6 +1622,9 @@ ANSWERS = [
     ("#### The final answer is: 72 clips", "72", True, 1),
     ("#### 1 then #### 72\nThat took 3 steps.", "72", True, 1),
     ("#### 48 + 24 = 72", "72", True, 1),
+    ("#### 12", "12", False, 0),  # it may have been about to say 1234
+    ("#### yes", "yes", False, 0),
+    ("#### 72 clips", "72", False, 1),
     (r"#### 3\sqrt{2}", "3", True, 0),
     ("#### 1,250 or 3", "1", True, 0),
     ("5 of them\n#### New  York.", "new york", True, 1),
@@ -1647,6 +1658,7 @@ ANSWERS = [
     ("it is 1e999", "1e999", True, 1),
     # An en dash and the minus of Unicode are signs.
     ("it is –5", "-5", True, 1),
+    ("pages 3–5", "5", True, 1),
     ("it is −5", -5, True, 1),
     (r"\boxed{- 5}", "-5", True, 1),
     # A tuple is no number.
