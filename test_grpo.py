@@ -9,23 +9,17 @@ The first section is a course: GRPO worked out with numbers that fit on paper. R
 beside the first half of grpo.py. Sections, in order:
 
     worked course; shared helpers
-    GRPO in numbers: the options; advantages; the loss; TRL's loss
-    one step: sampling; log-probs; faster log-probs; gradient checkpointing; batches;
-        the update; the step; the core by itself
-    the program: rewards; data and prompts; models; logs and options; rewards of the
-        README
-    whole runs: whole runs; evaluations and logs; supervised steps; resuming and
-        checkpoints; LoRA and bfloat16; signals; trackers; one-line errors; several
-        ranks
+    GRPO: options, advantages and loss; TRL's loss; sampling and log-probs; the update;
+        the step
+    the program: rewards; data and prompts; models, logs and options; rewards of the
+        README; whole runs; checkpoints, LoRA and bfloat16; signals, trackers and
+        errors; several ranks
 """
 
-import builtins
 import contextlib
 import copy
 import dataclasses
-import dis
 import inspect
-import itertools
 import json
 import math
 import os
@@ -50,19 +44,11 @@ import pytest
 import scipy.stats
 import tokenizers
 import torch
-import torch.nn.functional as F
 import transformers
 import trl
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 
@@ -89,11 +75,9 @@ warnings.filterwarnings("ignore", "Unknown pytest.mark.slow")
         ("Solve y = 2x + 1 for x = 4, y = ", ["10", "2", "9", "9"], "9", [0, 0, 1, 1]),
     ],
 )
-def test_course_a_reward_is_1_for_the_right_answer(
-    prompt, completions, answer, rewards
-):
+def test_course_a_right_answer_has_reward_1(prompt, completions, answer, rewards):
     size = len(completions)
-    found = grpo.accuracy_reward([prompt] * size, completions, answer=[answer] * size)
+    found = grpo.accuracy_reward(completions, [answer] * size)
     assert found == rewards
 
 
@@ -107,18 +91,19 @@ def test_course_a_reward_is_1_for_the_right_answer(
         ([1, 0, 0, 1, 1, 0, 0, 1], 8, 0.9354),
     ],
 )
-def test_course_an_advantage_is_the_reward_normalised_within_its_group(
-    rewards, num_generations, size
-):
+def test_course_rewards_are_normalised_within_groups(rewards, num_generations, size):
     """(reward - mean) / std, DeepSeekMath (arXiv:2402.03300), section 4.1.2."""
     advantages = grpo.group_advantages(torch.tensor(rewards), num_generations)
     expected = [size if reward == 1 else -size for reward in rewards]
     assert advantages.tolist() == pytest.approx(expected, abs=5e-5)  # 4 decimals
 
 
-def test_course_equal_rewards_have_an_advantage_of_exactly_0():
-    """Nobody was better than the others: there is nothing to learn."""
-    assert grpo.group_advantages(torch.full([8], 0.1), 8).tolist() == [0.0] * 8
+@pytest.mark.parametrize("equal_rewards", [[0.1, 0.1] * 4, [0.1 + 0.2, 0.3] * 4])
+def test_course_equal_rewards_have_an_advantage_of_exactly_0(equal_rewards):
+    """Nobody was better than the others: there is nothing to learn. Sums that differ by
+    rounding, 0.1 + 0.2 and 0.3, count as equal."""
+    rewards = torch.tensor(equal_rewards, dtype=torch.float64)
+    assert grpo.group_advantages(rewards, 8).tolist() == [0.0] * 8
 
 
 def test_course_dr_grpo_does_not_divide_by_the_std():
@@ -168,15 +153,10 @@ def test_course_a_completion_ends_with_its_first_eos():
         (0.9, 0.5, -0.9354, 1.8, -1.6837),  # 1.8 * -0.9354: the full loss counts
         (0.2, 0.5, 0.9354, 0.4, 0.3742),  # 0.4 * 0.9354
         (0.2, 0.5, -0.9354, 0.4, -0.7483),  # 0.8 * -0.9354: no gain below 0.8
-        (0.7, 0.5, 0.9354, 1.4, 1.1225),  # 1.2 * 0.9354
-        (0.7, 0.5, -0.9354, 1.4, -1.3096),  # 1.4 * -0.9354
         (0.55, 0.5, 0.9354, 1.1, 1.0289),  # 1.1 * 0.9354: within the clip range
-        (0.55, 0.5, -0.9354, 1.1, -1.0289),  # 1.1 * -0.9354
     ],
 )
-def test_course_the_surrogate_is_the_smaller_of_two(
-    new, old, advantage, ratio, surrogate
-):
+def test_course_the_smaller_surrogate_counts(new, old, advantage, ratio, surrogate):
     """min(ratio A, clip(ratio, 0.8, 1.2) A), PPO (arXiv:1707.06347), eq. 7."""
     logp, old_logp = torch.tensor([[new]]).log(), torch.tensor([[old]]).log()
     found = grpo.importance_ratio(logp, old_logp)
@@ -219,34 +199,20 @@ def test_course_the_mean_of_k3_is_the_kl():
     assert mean.item() == pytest.approx(kl.item(), abs=1e-15)
 
 
-@pytest.mark.parametrize("use_bias_correction_kl", [False, True])
-def test_course_the_gradient_of_k3_needs_the_ratio_to_be_that_of_the_kl(
-    use_bias_correction_kl,
-):
-    """Without the ratio it is the gradient of the other direction, KL(reference,
-    policy). With the ratio it is that of KL(policy, reference): DeepSeek-V3.2
-    (arXiv:2512.02556)."""
+def test_course_the_gradient_of_k3_is_that_of_the_kl_if_it_is_multiplied_by_the_ratio():
+    """Else it is that of the other direction. DeepSeek-V3.2 (arXiv:2512.02556)."""
     logits = POLICY.log().requires_grad_()
     logp, ref_logp = logits.log_softmax(0), REFERENCE.log()
-    # Each token of the vocabulary is a completion, weighted by its probability, with
-    # advantage 0: the loss is the mean of the KL term.
-    loss, _ = grpo.grpo_loss(
-        logp[:, None],
-        None,
-        ref_logp[:, None],
-        torch.zeros(4),
-        torch.ones(4, 1),
-        weights=POLICY[:, None],
-        beta=1.0,
-        use_bias_correction_kl=use_bias_correction_kl,
-    )
-    if use_bias_correction_kl:
-        kl = exact_kl(logp, ref_logp)
-    else:
-        kl = exact_kl(ref_logp, logp)  # its gradient is POLICY - REFERENCE
-    [found] = torch.autograd.grad(loss, logits, retain_graph=True)
-    [expected] = torch.autograd.grad(kl, logits)
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-15)
+    k3 = grpo.kl_k3(logp, ref_logp)
+    ratio = grpo.importance_ratio(logp, logp.detach())
+    # The means of tokens that were sampled from the policy, so that the ratio is 1.
+    for mean, kl in (
+        ((POLICY * ratio * k3).sum(), exact_kl(logp, ref_logp)),
+        ((POLICY * k3).sum(), exact_kl(ref_logp, logp)),
+    ):
+        [found] = torch.autograd.grad(mean, logits, retain_graph=True)
+        [expected] = torch.autograd.grad(kl, logits, retain_graph=True)
+        assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-15)
 
 
 # 4. The loss of two completions, of two and of three tokens. Their advantages, 2 and
@@ -301,13 +267,8 @@ def test_course_the_loss_is_minus_the_averaged_surrogate(level, loss_type, expec
     assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_course_the_mean_ratio_of_a_sequence_leaves_out_padding():
-    _, metrics = loss_of_the_table("grpo", importance_sampling_level="sequence")
-    # two tokens with the ratio 1.5 and three with 1
-    assert metrics["ratio_mean"].item() == pytest.approx((2 * 1.5 + 3 * 1) / 5)
-
-
-# k3 of tokens, with ref / new = 0.5, 2, then 2, 1, 0.5:
+# k3 of tokens is ref / new - log(ref / new) - 1 (DeepSeekMath, eq. 4), with ref / new =
+# 0.5, 2, then 2, 1, 0.5:
 HALF = 0.5 - math.log(0.5) - 1  # 0.193147
 TWICE = 2 - math.log(2) - 1  # 0.306853; HALF + TWICE = 0.5, and k3 is 0 for ref = new
 
@@ -332,9 +293,8 @@ def test_course_bias_correction_multiplies_k3_by_the_ratio():
 
 
 def test_course_at_ratio_1_the_gradient_is_that_of_reinforce():
-    """REINFORCE with the mean of the group as baseline: d loss / d logp = -A / (N |o|),
-    DeepSeekMath eq. 3 with pi = pi_old. The loss itself is -mean(A), which is 0 for the
-    advantages of a real group: only its gradient matters."""
+    """d loss / d logp = -A / (N |o|), DeepSeekMath eq. 3 with pi = pi_old. The loss is
+    -mean(A), which is 0 for the advantages of a real group: its gradient matters."""
     logp = torch.tensor(NEW_PROBS).log().requires_grad_()
     advantages, mask = torch.tensor([2.0, -1.0]), torch.tensor(LOSS_MASK)
     loss, _ = grpo.grpo_loss(logp, None, None, advantages, mask)
@@ -412,16 +372,6 @@ def test_course_tokens_are_sampled_with_their_probabilities(temperature, probs):
 
 
 # 6. Optimizer steps.
-def test_course_the_first_step_of_adamw_moves_each_weight_by_the_learning_rate():
-    """AdamW (arXiv:1711.05101), algorithm 2, without weight decay."""
-    weights = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
-    weights.grad = torch.tensor([3.0, -0.001, 0.0])
-    torch.optim.AdamW([weights], lr=0.1, weight_decay=0.0).step()
-    # First moment: 0.1 g / (1 - 0.9) = g. Second moment: 0.001 g^2 / (1 - 0.999) = g^2.
-    # The step is lr g / (sqrt(g^2) + 1e-8) = lr sign(g), whatever the size of g.
-    assert weights.tolist() == pytest.approx([0.9, -1.9, 0.5], abs=1e-5)  # eps / 0.001
-
-
 def two_groups(optimizer_class, **options):
     """A run with a vocabulary of two, a fair coin after each token, and a rollout: the
     prompt is token 1 and in both groups token 0 was right and token 1 wrong."""
@@ -448,17 +398,19 @@ def two_groups(optimizer_class, **options):
 
 
 def test_course_one_update_by_adamw():
+    """AdamW (arXiv:1711.05101), algorithm 2, without weight decay."""
     run, batch = two_groups(torch.optim.AdamW)
     metrics = grpo.update(run, batch, learning_rate=0.1)
-    # The logits after token 1 move by 0.1 towards the right token and away from the
-    # wrong one. Token 0 was never followed by anything: its logits have no gradient.
-    expected = [0, 0, 0.1, -0.1]
-    assert run.policy.logits.flatten().tolist() == pytest.approx(expected, abs=1e-6)
-    assert metrics["loss"] == pytest.approx(0)  # -mean(A), although it has a gradient
     # With probabilities of 1/2, d logp(0) / d logits = (1/2, -1/2) and
     # d logp(1) / d logits = (-1/2, 1/2). Two completions of each out of four:
     # gradient = -((1/2, -1/2) - (-1/2, 1/2)) / 2 = (-1/2, 1/2), of length sqrt(1/2).
     assert metrics["grad_norm"] == pytest.approx(math.sqrt(1 / 2))
+    assert metrics["loss"] == pytest.approx(0)  # -mean(A), although it has a gradient
+    # First moment: 0.1 g / (1 - 0.9) = g. Second moment: 0.001 g^2 / (1 - 0.999) = g^2.
+    # The first step is -lr g / sqrt(g^2) = -lr sign(g), whatever the size of g. Token 0
+    # was never followed by anything: its logits have no gradient.
+    expected = [0, 0, 0.1, -0.1]
+    assert run.policy.logits.flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_course_the_second_of_two_mini_batches_sees_different_ratios():
@@ -479,35 +431,19 @@ def test_course_the_second_of_two_mini_batches_sees_different_ratios():
     assert metrics["grad_norm"] == pytest.approx(sum(grad_norms) / 2)
 
 
-def test_course_a_clipped_mini_batch_does_not_move_the_policy():
-    run, batch = two_groups(torch.optim.SGD, num_mini_batches=2, epsilon=0.2)
-    metrics = grpo.update(run, batch, learning_rate=math.log(9))
-    # After the first mini-batch the probabilities are 0.9 and 0.1. The ratios of the
-    # second are 1.8 and 0.2, and both tokens are clipped: their surrogates, 1.2 and
-    # -0.8, are constants.
-    probs = run.policy.logits[1].softmax(0).tolist()
-    assert probs == pytest.approx([0.9, 0.1])
-    assert metrics["grad_norm"] == pytest.approx((math.sqrt(1 / 2) + 0) / 2)
-    assert metrics["clip_fraction"] == pytest.approx((0 + 1) / 2)
-
-
 def test_course_a_whole_step_samples_scores_normalises_and_updates():
     """The reward is 1 for token 0. Rewards 1 and 0 have advantages of 0.7071 and
     -0.7071; two equal ones have 0. Gradient: see `test_course_one_update_by_adamw`."""
+
+    def is_0(completion_ids, **columns):
+        return [ids == [0] for ids in completion_ids]
+
     run, _ = two_groups(
         torch.optim.SGD, max_completion_length=1, learning_rate=0.1, warmup_steps=0
     )
-    run.policy.eval()
-    run = dataclasses.replace(
-        run,
-        tokenizer=SimpleNamespace(batch_decode=lambda ids, **options: [""] * len(ids)),
-        reward_functions={
-            "is_0": (
-                lambda completion_ids, **_: [x == [0] for x in completion_ids],
-                1.0,
-            )
-        },
-    )
+    run.reward_functions = {"is_0": (is_0, 1.0)}
+    run.tokenizer = mock.Mock()
+    run.tokenizer.batch_decode.return_value = [""] * 4
     torch.manual_seed(0)
     rows = [{"prompt_ids": [1]}, {"prompt_ids": [1]}]
     metrics, columns = grpo.train_step(run, rows, step=1)
@@ -527,6 +463,8 @@ def test_course_the_defaults_are_those_of_deepseekmath():
     assert (config.beta, config.learning_rate, config.num_iterations) == (0.04, 1e-6, 1)
     assert (config.epsilon, config.num_generations) == (0.2, 8)
     assert (config.loss_type, config.scale_rewards) == ("grpo", "group")
+    for name, parameter in inspect.signature(grpo.grpo_loss).parameters.items():
+        assert parameter.default == getattr(config, name, parameter.default), name
 
 
 # ----------------------------------------------------------------------- shared helpers
@@ -549,7 +487,6 @@ TINY_OPTIONS = {
     "qwen2-untied": {"tie_word_embeddings": False},
     "mistral": {"sliding_window": 3},
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
-    "granite": {"logits_scaling": 4.0},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 
@@ -600,10 +537,10 @@ def slow_logprobs(
 def random_logprobs():
     """Log-probs of 6 completions of up to 5 tokens, in float64: logp, old_logp,
     ref_logp, advantages and mask, (6, 5) each. Some ratios leave the clip range. The
-    last completion is all masked."""
+    last completion is all masked. For autograd, all three log-probs depend on logp."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64)
-    logp = noise[0] - 3
+    logp = (noise[0] - 3).requires_grad_()
     old_logp = logp + 0.3 * noise[1]
     ref_logp = logp + 0.5 * noise[2]
     lengths = torch.tensor([1, 2, 3, 4, 5, 0])
@@ -612,48 +549,33 @@ def random_logprobs():
 
 
 loss_types = pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-each_loss_variant = pytest.mark.parametrize(
-    "loss_type, level",
-    list(itertools.product(["grpo", "dapo", "dr_grpo"], ["token", "sequence"])),
-)
 ratio_levels = pytest.mark.parametrize("level", ["token", "sequence"])
 
 
-# -------------------------------------------------------------------------- the options
+# -------------------------------------------------------- options, advantages and loss
 @pytest.mark.parametrize(
-    "name, value",
+    "options, message",
     [
-        ("num_generations", 1),
-        ("max_completion_length", 0),
-        ("temperature", 0.0),
-        ("micro_batch_size", 0),
-        ("epsilon_high", -0.1),
-        ("beta", math.nan),
-        ("learning_rate", math.inf),
+        ({"num_generations": 1}, "^--num-generations must be finite and at least 2"),
+        ({"temperature": 0.0}, "^--temperature must be finite and at least 1e-06"),
+        ({"beta": math.nan}, "^--beta must be finite and at least 0"),
+        ({"learning_rate": math.inf}, "^--learning-rate must be finite and at least 0"),
+        ({"num_mini_batches": 3}, "--num-mini-batches must divide 8 prompts"),
+        ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
+        ({"resume": "run", "max_steps": 0}, "--max-steps 0 goes with --model"),
     ],
+    ids=str,
 )
-def test_an_option_out_of_range_is_an_error_that_names_it(name, value):
-    with pytest.raises(grpo.Error, match=f"^{name} must be finite and at least"):
-        grpo.Config(**{name: value})
+def test_an_option_out_of_range_is_an_error_that_names_it(options, message):
+    with pytest.raises(grpo.Error, match=message):
+        grpo.Config(**options)
 
 
-def test_mini_batches_and_ranks_share_the_prompts_equally(monkeypatch):
-    with pytest.raises(grpo.Error, match="num-mini-batches must divide 8 prompts"):
-        grpo.Config(prompts_per_step=8, num_mini_batches=3)
+def test_ranks_share_the_prompts_equally(monkeypatch):
     monkeypatch.setattr(grpo, "WORLD_SIZE", 3)
     with pytest.raises(grpo.Error, match="divisible by 3 ranks"):
         grpo.Config(prompts_per_step=8)
-    with pytest.raises(grpo.Error, match="num-mini-batches must divide 3 prompts"):
-        grpo.Config(prompts_per_step=9, num_mini_batches=9)
-    assert grpo.Config(prompts_per_step=9, num_mini_batches=3).num_prompts == 3
-
-
-# --------------------------------------------------------------------------- advantages
-def test_sums_of_rewards_that_differ_by_rounding_have_an_advantage_of_zero():
-    """0.1 + 0.2 + 0.4 and 0.7 differ in float64, and are rounded to float32 first."""
-    rewards = torch.tensor([0.1 + 0.2 + 0.4, 0.7] * 2, dtype=torch.float64)
-    assert rewards[0] != rewards[1]
-    assert not grpo.group_advantages(rewards, 4).any()
+    assert grpo.Config(prompts_per_step=9, num_mini_batches=3).prompts_per_rank == 3
 
 
 @pytest.mark.parametrize("size, num_generations", [(4, 1), (5, 2)])
@@ -664,18 +586,13 @@ def test_rewards_that_do_not_form_groups_are_an_error(size, num_generations):
 
 @pytest.mark.parametrize("scale_rewards", ["group", "none"])
 def test_process_advantages_are_those_of_plain_loops(scale_rewards):
-    """Groups of 3 completions with 0 to 3 reasoning steps. The third group has a single
-    one, and the fourth has one in each of two completions."""
-    step_rewards = [[0.2, 1.0], [], [0.5, 0.25, 1.0], [1.0, 0.0], [2.0], [0.1, 0.9]]
-    step_ends = [[1, 4], [], [0, 2, 3], [0, 4], [2], [1, 2]]
-    step_rewards += [[3.0], [], [], [1.0], [0.0], []]
-    step_ends += [[2], [], [], [1], [2], []]
-    expected = torch.zeros(12, 5)
-    for i in range(12):
+    """Groups of 3 completions with 0 to 2 reasoning steps. The third has only one."""
+    step_rewards = [[0.2, 1.0], [], [0.5, 1.0], [1.0, 0.0], [2.0], [], [3.0], [], []]
+    step_ends = [[1, 4], [], [0, 3], [0, 4], [2], [], [2], [], []]
+    expected = torch.zeros(9, 5)
+    for i in range(6):  # a single reward equals its mean
         start = i - i % 3
         group = [x for rewards in step_rewards[start : start + 3] for x in rewards]
-        if len(group) < 2:
-            continue  # a single reward equals its mean
         mean = statistics.fmean(group)
         std = statistics.stdev(group) if scale_rewards == "group" else 1.0
         for reward, end in zip(step_rewards[i], step_ends[i]):
@@ -683,19 +600,6 @@ def test_process_advantages_are_those_of_plain_loops(scale_rewards):
                 expected[i, t] += (reward - mean) / std
     found = grpo.process_advantages(step_rewards, step_ends, 3, 5, scale_rewards)
     assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def test_process_supervision_does_not_have_to_divide_by_the_std():
-    found = grpo.process_advantages([[0.0], [4.0]], [[0], [1]], 2, 2, "none")
-    assert found.tolist() == [[-2, 0], [2, 2]]
-
-
-# ----------------------------------------------------------------------------- the loss
-def test_an_upper_clip_range_of_0_is_not_the_default():
-    """0 is a number: with it, no ratio above 1 counts for a good completion."""
-    ratio, advantage = torch.tensor([[1.1]]), torch.tensor([1.0])
-    found = grpo.clipped_surrogate(ratio, advantage, epsilon=0.2, epsilon_high=0.0)
-    assert found.item() == 1
 
 
 def test_k3_of_nearly_equal_log_probs_is_not_lost_to_rounding():
@@ -708,9 +612,10 @@ def slow_loss(inputs, loss_type, level, epsilon_high, use_bias_correction_kl):
     """The loss and its metrics token by token. The other options are epsilon 0.15, beta
     0.1 and max_completion_length 9."""
     logp, old_logp, ref_logp, advantages, mask = inputs
+    old_logp, ref_logp = old_logp.detach(), ref_logp.detach()
     low, high = 1 - 0.15, 1 + epsilon_high
     loss = 0.0
-    kls, entropies, ratios, clips = [], [], [], []
+    metrics = defaultdict(list)
     for i in range(len(mask)):
         tokens = mask[i].nonzero()[:, 0].tolist()
         denominator = {
@@ -734,29 +639,23 @@ def slow_loss(inputs, loss_type, level, epsilon_high, use_bias_correction_kl):
             kl = d.exp() - d - 1
             penalty = ratio * kl if use_bias_correction_kl else kl
             loss = loss + (0.1 * penalty - surrogate) / denominator
-            kls.append(kl.item())
-            entropies.append(-logp[i, t].item())
-            ratios.append(ratio.item())
-            clips.append(is_clipped)
-    metrics = {
-        "kl": statistics.fmean(kls),
-        "entropy": statistics.fmean(entropies),
-        "ratio_mean": statistics.fmean(ratios),
-        "clip_fraction": statistics.fmean(clips),
-    }
-    return loss, metrics
+            metrics["kl"].append(kl.item())
+            metrics["entropy"].append(-logp[i, t].item())
+            metrics["ratio_mean"].append(ratio.item())
+            metrics["clip_fraction"].append(is_clipped)
+    return loss, {name: statistics.fmean(values) for name, values in metrics.items()}
 
 
-@each_loss_variant
-@pytest.mark.parametrize("epsilon_high", [None, 0.1, 0.4])
-@pytest.mark.parametrize(
-    "use_bias_correction_kl", [False, True], ids=["k3", "ratio*k3"]
-)
+@loss_types
+@ratio_levels
+@pytest.mark.parametrize("epsilon_high", [None, 0.0, 0.4])  # 0 is not the default
+@pytest.mark.parametrize("use_bias_correction_kl", [False, True])
 def test_loss_gradient_and_metrics_are_those_of_plain_loops(
     loss_type, level, epsilon_high, use_bias_correction_kl
 ):
+    """No gradient flows through old_logp and ref_logp."""
     inputs = random_logprobs()
-    logp, mask = inputs[0].requires_grad_(), inputs[4]
+    logp, mask = inputs[0], inputs[4]
     loss, metrics = grpo.grpo_loss(
         *inputs,
         weights=grpo.token_weights(mask, loss_type, max_completion_length=9),
@@ -776,49 +675,8 @@ def test_loss_gradient_and_metrics_are_those_of_plain_loops(
     assert_close(loss, expected_loss, atol=1e-12, rtol=0)
     assert_close(grad, expected_grad, atol=1e-12, rtol=0)
     assert 0 < expected_metrics["clip_fraction"] < 1
-    assert metrics.keys() == expected_metrics.keys()
-    for name, value in expected_metrics.items():
-        assert metrics[name].item() == pytest.approx(value, rel=1e-6), name
-
-
-@each_loss_variant
-def test_losses_of_micro_batches_add_up_to_the_loss_of_the_batch(loss_type, level):
-    *inputs, mask = random_logprobs()
-    weights = grpo.token_weights(mask, loss_type, max_completion_length=9)
-    total = 0.0
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        loss, _ = grpo.grpo_loss(
-            *(x[rows] for x in inputs),
-            mask[rows],
-            weights=weights[rows],
-            importance_sampling_level=level,
-        )
-        total += loss.item()
-    loss, _ = grpo.grpo_loss(
-        *inputs, mask, weights=weights, importance_sampling_level=level
-    )
-    assert total == pytest.approx(loss.item(), rel=1e-12)
-
-
-def test_each_token_may_have_an_advantage_of_its_own():
-    """At ratio 1 the gradient is -A * weight."""
-    logp, _, _, advantages, mask = random_logprobs()
-    logp.requires_grad_()
-    loss, _ = grpo.grpo_loss(logp, None, None, advantages, mask)
-    loss.backward()
-    assert_close(logp.grad, -advantages * grpo.token_weights(mask))
-
-
-def test_no_gradient_flows_through_old_and_reference_log_probs():
-    logp, _, _, advantages, mask = random_logprobs()
-    logp.requires_grad_()
-    fixed = logp.detach()
-    grads = []
-    for old_logp, ref_logp in ((fixed, 2 * fixed), (logp, 2 * logp)):
-        loss, _ = grpo.grpo_loss(logp, old_logp, ref_logp, advantages, mask)
-        grads.append(torch.autograd.grad(loss, logp)[0])
-    assert grads[0].any()
-    assert_close(grads[1], grads[0])
+    found = {name: value.item() for name, value in metrics.items()}
+    assert found == pytest.approx(expected_metrics, rel=1e-6)
 
 
 @ratio_levels
@@ -828,17 +686,11 @@ def test_masked_positions_do_not_reach_loss_gradient_or_metrics(level, junk):
     *inputs, mask = random_logprobs()
     results = []
     for fill in (0.0, junk):
-        filled = [x.masked_fill(~mask, fill).requires_grad_() for x in inputs]
+        filled = [x.detach().masked_fill(~mask, fill) for x in inputs]
+        logp = filled[0].requires_grad_()
         loss, metrics = grpo.grpo_loss(*filled, mask, importance_sampling_level=level)
-        results.append((loss, *torch.autograd.grad(loss, filled[0]), metrics))
+        results.append((loss, *torch.autograd.grad(loss, logp), metrics))
     assert_close(results[1], results[0])
-
-
-def test_the_defaults_of_the_loss_are_those_of_the_options():
-    config = grpo.Config()
-    for name, parameter in inspect.signature(grpo.grpo_loss).parameters.items():
-        if hasattr(config, name):
-            assert parameter.default == getattr(config, name), name
 
 
 # --------------------------------------------------------------------------- TRL's loss
@@ -886,20 +738,12 @@ def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_k
     return trl.GRPOTrainer._compute_loss(trainer, trainer.model, columns)
 
 
-def trl_advantages(rewards, num_generations):
-    """As in TRL, which adds 1e-4 to the standard deviation."""
-    groups = rewards.view(-1, num_generations)
-    deviations = groups - groups.mean(1, keepdim=True)
-    return (deviations / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-
-
 @pytest.mark.slow
 @loss_types
 @ratio_levels
 @pytest.mark.parametrize(
     "beta, use_bias_correction_kl",
     [(0.0, False), (0.04, False), (0.04, True)],  # True is TRL's default
-    ids=["no-kl", "k3", "ratio*k3"],
 )
 @pytest.mark.parametrize("moved", [0.0, 0.3])
 @pytest.mark.parametrize("epsilon_high", [0.2, 0.28])
@@ -915,7 +759,10 @@ def test_loss_and_gradient_are_those_of_trl(
     old_logp = logp.detach() + moved * (noise + 3)
     mask = torch.arange(7) < torch.randint(1, 8, (8, 1))
     rewards = torch.rand(8).round(decimals=1)
-    inputs = (logp, old_logp, ref_logp, trl_advantages(rewards, 4), mask)
+    groups = rewards.view(2, 4)
+    deviations = groups - groups.mean(1, keepdim=True)
+    advantages = deviations / (groups.std(1, keepdim=True) + 1e-4)  # as in TRL
+    inputs = (logp, old_logp, ref_logp, advantages.flatten(), mask)
     expected = trl_loss(
         inputs, loss_type, level, beta, epsilon_high, use_bias_correction_kl
     )
@@ -940,7 +787,7 @@ def test_loss_and_gradient_are_those_of_trl(
     assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------- sampling
+# --------------------------------------------------------------- sampling and log-probs
 PROMPTS = ragged_batch(1)[:2]  # ids and mask of two prompts, (2, 7)
 MANY_EOS = list(range(1, 31))  # one token in five ends a completion
 
@@ -956,39 +803,14 @@ def test_sample_reaches_each_of_150_000_improbable_tokens(monkeypatch):
     assert grpo.sample(logits)[0] == 99_999
 
 
-def test_the_completions_of_a_prompt_are_independent_samples():
-    prompts = torch.tensor([[0], [2]])
-    torch.manual_seed(0)
-    ids, _ = grpo.generate(TableModel(ODDS), prompts, prompts >= 0, 1400, 1, 1)
-    for prompt, drawn in zip((0, 2), ids[:, 0].split(1400)):
-        counts = drawn.bincount(minlength=3).tolist()
-        expected = [1400 * p / 14 for p in ODDS[prompt]]  # both add up to 14
-        assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
-
-
-def test_the_generation_config_of_a_model_is_ignored():
-    model = tiny_model()
-    torch.manual_seed(0)
-    expected = grpo.generate(model, *PROMPTS, 4, 12, 1)
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=0.01,
-        top_k=1,
-        repetition_penalty=50.0,
-        max_new_tokens=1,
-        eos_token_id=[0, 7],
-    )
-    torch.manual_seed(0)
-    found = grpo.generate(model, *PROMPTS, 4, 12, 1)
-    assert_close(found, expected, atol=0, rtol=0)
-
-
 # Full attention, learned positions, a window, a window and a cap, convolutions.
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "gemma2", "lfm2"])
-@pytest.mark.parametrize("temperature", [0.7, 0.0], ids=["0.7", "greedy"])
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
 def test_generate_records_the_log_probs_that_training_computes(kind, temperature):
     """Of 12 tokens, more than the windows hold. Greedy ones are at temperature 1."""
-    model = tiny_model(kind, use_cache=False)  # which is ignored
+    model = tiny_model(kind, use_cache=False)
+    # Such settings are ignored. They would sample from another distribution.
+    model.generation_config.update(top_k=1, repetition_penalty=9.0, eos_token_id=35)
     torch.manual_seed(0)
     ids, logp = grpo.generate(model, *PROMPTS, 4, 12, MANY_EOS, temperature)
     prompts = [x.repeat_interleave(4, dim=0) for x in PROMPTS]
@@ -996,18 +818,6 @@ def test_generate_records_the_log_probs_that_training_computes(kind, temperature
     with torch.no_grad():
         expected = grpo.token_logprobs(model, *prompts, ids, mask, temperature or 1.0)
     assert_close(logp, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_finished_completions_are_not_run_any_more():
-    torch.manual_seed(0)
-    with mock.patch.object(grpo, "call_model", wraps=grpo.call_model) as call_model:
-        ids, _ = grpo.generate(tiny_model(), *PROMPTS, 4, 12, MANY_EOS)
-    lengths = grpo.completion_mask(ids, MANY_EOS).sum(1)
-    assert lengths.min() < lengths.max()
-    num_tokens = sum(call.args[1].numel() for call in call_model.call_args_list)
-    # The last token of a completion is not run; nothing follows it.
-    assert num_tokens == PROMPTS[0].numel() + (lengths - 1).sum()
-    assert call_model.call_count == lengths.max()
 
 
 def test_prompts_padded_on_the_right_are_refused():
@@ -1019,21 +829,16 @@ def test_prompts_padded_on_the_right_are_refused():
         grpo.token_logprobs(tiny_model(), *prompts, *completions)
 
 
-# ---------------------------------------------------------------------------- log-probs
 SLICED_KINDS = ["qwen2", "qwen2-untied", "gpt2", "mistral", "lfm2"]
-# Models whose logits are not hidden @ weight.T: they have a cap or a factor.
-PLAIN_KINDS = ["gemma2", "granite"]
 
 
 @pytest.mark.parametrize(
     "logprobs, kind",
-    [(grpo.token_logprobs, kind) for kind in [*SLICED_KINDS, *PLAIN_KINDS]]
+    [(grpo.token_logprobs, kind) for kind in [*SLICED_KINDS, "gemma2"]]
     + [(grpo.sliced_logprobs, kind) for kind in SLICED_KINDS],
 )
-def test_log_probs_and_gradients_are_those_of_one_pass_a_row(
-    logprobs, kind, monkeypatch
-):
-    """The sliced ones in slices of 64, 64 and 22 tokens of the vocabulary."""
+def test_log_probs_are_those_of_one_pass_a_row(logprobs, kind, monkeypatch):
+    """And their gradients. The slices are of 64, 64 and 22 tokens of the vocabulary."""
     monkeypatch.setattr(grpo.SlicedLogSoftmax, "logits_at_once", 1)
     model, factors = tiny_model(kind), torch.randn(6, 6)
     results = []
@@ -1046,58 +851,25 @@ def test_log_probs_and_gradients_are_those_of_one_pass_a_row(
     assert_close(results[1], results[0], atol=5e-4, rtol=1e-3)
 
 
-# -------------------------------------------------------------------- faster log-probs
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
-    """1 - softmax is computed in float32; in bfloat16 it would be 0."""
+    """1 - softmax is computed in float32; in bfloat16 it would be 0. As in sampling, it
+    is the undivided logits that are rounded to bfloat16."""
     weight = torch.eye(64).bfloat16()
     hidden = (8.5 * weight[:1]).requires_grad_()
-    logp = grpo.SlicedLogSoftmax.apply(hidden, weight, torch.tensor([0]), 1.0)
+    logp = grpo.SlicedLogSoftmax.apply(hidden, weight, torch.tensor([0]), 0.7)
     (grad,) = torch.autograd.grad(logp.sum(), hidden)
-    expected = 63 / (63 + math.exp(8.5))
-    assert grad[0, 0].item() == pytest.approx(expected, rel=0.01)
+    others = 63 / (63 + math.exp(8.5 / 0.7))  # the probability of all other tokens
+    assert logp.item() == pytest.approx(math.log1p(-others), rel=0.01)
+    assert grad[0, 0].item() == pytest.approx(others / 0.7, rel=0.01)
 
 
-def test_logits_in_bfloat16_are_rounded_before_they_are_divided():
-    """As in sampling: otherwise no ratio would be 1."""
-    torch.manual_seed(0)
-    weight = torch.randn(150, 64).bfloat16()
-    hidden = torch.randn(7, 64).bfloat16()
-    targets = torch.arange(7)
-    found = grpo.SlicedLogSoftmax.apply(hidden, weight, targets, 0.7)
-    logits = (hidden @ weight.t()).float() / 0.7
-    expected = logits.log_softmax(1)[targets, targets]
-    assert_close(found, expected, atol=1e-3, rtol=0)
+@pytest.mark.parametrize("kind", [*SLICED_KINDS, "gemma2"])
+def test_choose_logprobs_takes_the_sliced_ones_unless_logits_are_capped(kind):
+    chosen = grpo.choose_logprobs(tiny_model(kind))
+    assert (chosen is grpo.sliced_logprobs) == (kind in SLICED_KINDS)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that an operation returns."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        if isinstance(result, torch.Tensor):
-            self.size = max(self.size, result.numel())
-        return result
-
-
-def test_sliced_logprobs_never_hold_the_logits_of_all_tokens(monkeypatch):
-    monkeypatch.setattr(grpo.SlicedLogSoftmax, "logits_at_once", 1000)
-    model, batch = tiny_model(vocab_size=500), ragged_batch(8)
-    assert batch[-1].sum() > 32  # all logits are more than the weights of the layer
-    with LargestTensor() as largest:
-        grpo.sliced_logprobs(model, *batch).sum().backward()
-    assert largest.size == 500 * 32
-
-
-@pytest.mark.parametrize("kind", [*SLICED_KINDS, *PLAIN_KINDS])
-def test_choose_logprobs_takes_the_sliced_ones_where_they_are_right(kind):
-    is_right = kind in SLICED_KINDS
-    expected = grpo.sliced_logprobs if is_right else grpo.token_logprobs
-    assert grpo.choose_logprobs(tiny_model(kind)) == expected
-
-
-# --------------------------------------------------------------- gradient checkpointing
+# --------------------------------------------------------------------------- the update
 def core_run(policy, reference=None, **options):
     """A `Run` for `update`, by `token_logprobs`. The reference is a copy of the policy
     by default."""
@@ -1107,7 +879,7 @@ def core_run(policy, reference=None, **options):
         policy=policy,
         tokenizer=None,
         eos_token_ids=[1],
-        optimizer=torch.optim.SGD(policy.parameters()),
+        optimizer=torch.optim.AdamW(policy.parameters(), weight_decay=0.0),
         reward_functions={},
         reference=reference or copy.deepcopy(policy),
     )
@@ -1144,37 +916,15 @@ def test_gradient_checkpointing_saves_memory_and_changes_nothing_else():
     assert saved_bytes[1] < 0.5 * saved_bytes[0]
 
 
-# ------------------------------------------------------------------------------ batches
-def test_a_batch_selects_rows_without_needless_padding():
-    row = torch.arange(4)[:, None].expand(4, 9)
-    prompt_mask = torch.arange(9) >= 9 - torch.tensor([[1], [2], [5], [3]])
-    mask = torch.arange(9) < torch.tensor([[9], [4], [9], [1]])
-    selected = grpo.Batch(row, prompt_mask, row, mask).select(torch.tensor([3, 1]))
-    assert selected.prompt_ids.tolist() == [3 * [3], 3 * [1]]
-    assert selected.prompt_mask.tolist() == [3 * [True], [False, True, True]]
-    assert selected.completion_ids.tolist() == [4 * [3], 4 * [1]]
-    assert selected.mask.tolist() == [[True] + 3 * [False], 4 * [True]]
-
-
 def test_padding_is_an_ordinary_token():
     ids, mask = grpo.pad([[5, 6], [7]], "left")
     assert ids.tolist() == [[5, 6], [5, 7]]
     assert mask.tolist() == [[True, True], [False, True]]
-    ids, mask = grpo.pad([[5, 6], [7]], "right")
-    assert ids.tolist() == [[5, 6], [7, 5]]
-    assert mask.tolist() == [[True, True], [True, False]]
 
 
-# --------------------------------------------------------------------------- the update
-def first_moments(run):
-    """AdamW's means of the gradients, one for each weight."""
-    optimizer = run.optimizer
-    return [optimizer.state[x]["exp_avg"] for x in optimizer.param_groups[0]["params"]]
-
-
-def slow_update(run, batch):
-    """`update` by the formulas, with slow log-probs and without micro-batches. Returns
-    the metrics."""
+def slow_update(run, batch, loss_options):
+    """The metrics of `update` by the formulas, with slow log-probs and without
+    micro-batches. max_completion_length is 9 and max_grad_norm is 0.01."""
     config, policy, adamw = run.config, run.policy, run.optimizer
     adamw.param_groups[0]["lr"] = 1e-3
     old_logp = slow_logprobs(policy, *batch.inputs, config.temperature).detach()
@@ -1186,28 +936,19 @@ def slow_update(run, batch):
             rows = slice(start, start + size)
             inputs = [x[rows] for x in batch.inputs]
             mask = inputs[-1]
-            logp = slow_logprobs(policy, *inputs, config.temperature)
             loss, metrics = grpo.grpo_loss(
-                logp,
+                slow_logprobs(policy, *inputs, config.temperature),
                 old_logp[rows],
-                ref_logp[rows] if config.beta else None,
+                ref_logp[rows],
                 batch.advantages[rows],
                 mask,
-                weights=grpo.token_weights(
-                    mask, config.loss_type, config.max_completion_length
-                ),
-                epsilon=config.epsilon,
-                epsilon_high=config.epsilon_high,
-                beta=config.beta,
-                importance_sampling_level=config.importance_sampling_level,
-                use_bias_correction_kl=config.use_bias_correction_kl,
+                weights=grpo.token_weights(mask, config.loss_type, 9),
+                **loss_options,
             )
             adamw.zero_grad()
             loss.backward()
             metrics["loss"] = loss
-            metrics["grad_norm"] = clip_grad_norm_(
-                policy.parameters(), config.max_grad_norm or math.inf
-            )
+            metrics["grad_norm"] = clip_grad_norm_(policy.parameters(), 0.01)
             adamw.step()
             gap = (old_logp[rows] - batch.sampled_logp[rows]).abs()
             metrics["sampling_gap"] = gap[mask].mean()
@@ -1215,114 +956,58 @@ def slow_update(run, batch):
     return {name: statistics.fmean(x[name] for x in updates) for name in updates[0]}
 
 
-def check_update(**options):
-    """Compares `update` with `slow_update`, for 6 completions of two prompts."""
-    policy, reference = tiny_model(), tiny_model(seed=1)
-    torch.manual_seed(0)
-    batch = rollout_batch([0.3, -1.0, 0.5, -0.7, 1.0, 2.0])
-    batch.sampled_logp = torch.randn(6, 6)
-    options = {"temperature": 0.7, "max_grad_norm": 0.01, "beta": 0.1, **options}
-    options["max_completion_length"] = 9  # more than any completion has
-    slow_run = core_run(copy.deepcopy(policy), reference, **options)
-    slow_run.optimizer = torch.optim.AdamW(slow_run.policy.parameters(), weight_decay=0)
-    expected = slow_update(slow_run, batch)
-    run = core_run(policy, reference, **options)
-    run.optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0)
-    run.logprobs = mock.Mock(side_effect=grpo.token_logprobs)
-    metrics = grpo.update(run, batch, learning_rate=1e-3)
-    for found, moment in zip(first_moments(run), first_moments(slow_run), strict=True):
-        # A few optimizer steps multiply the rounding of the first.
-        assert (found - moment).norm() <= 0.01 * moment.norm()
-    expected |= {"skipped": 0, "learning_rate": 1e-3}
-    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    return run, metrics
-
-
-@each_loss_variant
-@pytest.mark.parametrize("parts, num_calls", [(1, 6), (2, 14)])
-def test_an_update_is_that_of_plain_loops(loss_type, level, parts, num_calls):
-    """In one part, or in two passes over two mini-batches; in micro-batches of 2
-    completions, in a narrow clip range. The reference takes 3 calls of log-probs, and a
-    pass 3 or 2 + 2. Only several updates need old log-probs, in 3 more calls."""
-    run, metrics = check_update(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        num_iterations=parts,
-        num_mini_batches=parts,
-        micro_batch_size=2,
-        epsilon=0.01,
-        epsilon_high=0.03,
-    )
-    assert run.logprobs.call_count == num_calls
-    assert (metrics["clip_fraction"] > 0.02) == (parts > 1)
-
-
 @loss_types
-def test_micro_batches_do_not_change_an_update(loss_type):
-    """Two passes. In the second one some tokens are out of the narrow clip range."""
-    results = []
-    for micro_batch_size in (16, 1):
-        run = core_run(
-            tiny_model(),
-            tiny_model(seed=1),
-            loss_type=loss_type,
-            num_iterations=2,
-            micro_batch_size=micro_batch_size,
-            epsilon=0.01,
-        )
-        batch = rollout_batch()
-        batch.sampled_logp = grpo.fixed_logprobs(run, run.policy, batch) - 0.5
-        metrics = grpo.update(run, batch, learning_rate=1e-2)
-        results.append([metrics, run.policy.state_dict()])
-    assert metrics["clip_fraction"] > 0.05
-    assert metrics["sampling_gap"] == pytest.approx(0.5)
-    assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-
-
-def test_an_update_heeds_the_options_of_the_loss():
-    options = {
-        "epsilon": 0.15,
-        "epsilon_high": 0.3,
+@ratio_levels
+@pytest.mark.parametrize(
+    "passes, parts, num_calls", [(1, 1, 6), (2, 1, 12), (1, 2, 10)]
+)
+def test_an_update_is_that_of_plain_loops(loss_type, level, passes, parts, num_calls):
+    """In passes over a number of mini-batches (parts), in micro-batches of 2
+    completions, in a narrow clip range."""
+    loss_options = {
+        "importance_sampling_level": level,
+        "epsilon": 0.01,
+        "epsilon_high": 0.03,
         "beta": 0.1,
-        "importance_sampling_level": "sequence",
         "use_bias_correction_kl": True,
     }
     run = core_run(
-        tiny_model(), loss_type="dr_grpo", max_completion_length=9, **options
+        tiny_model(),
+        tiny_model(seed=1),
+        temperature=0.7,
+        max_completion_length=9,  # more than any completion has
+        loss_type=loss_type,
+        num_iterations=passes,
+        num_mini_batches=parts,
+        micro_batch_size=2,
+        max_grad_norm=0.01,
+        **loss_options,
     )
-    with mock.patch.object(grpo, "grpo_loss", wraps=grpo.grpo_loss) as loss:
-        grpo.update(run, rollout_batch(), learning_rate=1e-3)
-    given = loss.call_args.kwargs
-    weights = given.pop("weights")
-    assert given == options
-    # 6 completions of 6 to 1 tokens, divided by 6 * 9
-    assert weights.sum().item() == pytest.approx(21 / (6 * 9))
+    slow_run = copy.deepcopy(run)
+    torch.manual_seed(0)
+    batch = rollout_batch([0.3, -1.0, 0.5, -0.7, 1.0, 2.0])
+    batch.sampled_logp = torch.randn(6, 6)
+    expected = slow_update(slow_run, batch, loss_options)
+    run.logprobs = mock.Mock(side_effect=grpo.token_logprobs)
+    metrics = grpo.update(run, batch, learning_rate=1e-3)
+    # The reference takes 3 calls of log-probs, and a pass 3, or 2 for each of two parts.
+    # Only several updates need old log-probs, in 3 more calls.
+    assert run.logprobs.call_count == num_calls
+    expected |= {"skipped": 0, "learning_rate": 1e-3}
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert (metrics["clip_fraction"] > 0.02) == (passes * parts > 1)
+    moments = run.optimizer.state_dict()["state"]
+    for i, slow_moments in slow_run.optimizer.state_dict()["state"].items():
+        grad, slow_grad = moments[i]["exp_avg"], slow_moments["exp_avg"]
+        # A few optimizer steps multiply the rounding of the first.
+        assert (grad - slow_grad).norm() <= 0.01 * slow_grad.norm()
 
 
-def test_a_long_gradient_is_clipped():
-    run, batch = two_groups(torch.optim.SGD)
-    run.config = dataclasses.replace(run.config, max_grad_norm=0.1)
-    metrics = grpo.update(run, batch, learning_rate=1.0)
-    assert run.policy.logits.norm().item() == pytest.approx(0.1, rel=1e-4)
-    assert metrics["grad_norm"] == pytest.approx(math.sqrt(1 / 2))  # before
-
-
-def test_the_reference_stays_as_it_is_while_the_policy_moves():
-    run = core_run(tiny_model(), temperature=0.7)
-    before = copy.deepcopy(run.reference.state_dict())
-    kl = [grpo.update(run, rollout_batch(), 1e-3)["kl"] for _ in range(3)]
-    assert_close(run.reference.state_dict(), before, atol=0, rtol=0)
-    assert kl[0] == 0 and kl[2] > kl[1] > 1e-5
-
-
-@pytest.mark.parametrize("advantage", [math.inf, math.nan])
-def test_an_update_whose_gradient_is_not_finite_is_skipped(advantage):
+def test_an_update_whose_gradient_is_not_finite_is_skipped():
     run = core_run(tiny_model())
     before = copy.deepcopy(run.policy.state_dict())
-    bad_batch = rollout_batch([1.0, 1.0, advantage, 1.0, 1.0, 1.0])
-    metrics = grpo.update(run, bad_batch, learning_rate=1e-2)
-    assert metrics["skipped"] == 1
-    assert not math.isfinite(metrics["grad_norm"])
+    bad_batch = rollout_batch([1.0, 1.0, math.inf, 1.0, 1.0, 1.0])
+    assert grpo.update(run, bad_batch, learning_rate=1e-2)["skipped"] == 1
     assert_close(run.policy.state_dict(), before, atol=0, rtol=0)
     # The next update does not see the bad gradient.
     assert grpo.update(run, rollout_batch(), learning_rate=1e-2)["skipped"] == 0
@@ -1333,7 +1018,6 @@ def test_a_weight_without_a_gradient_has_a_state_to_resume_from():
     policy = tiny_model()
     policy.unused = torch.nn.Parameter(torch.ones(3))
     run = core_run(policy)
-    run.optimizer = torch.optim.AdamW(policy.parameters())
     grpo.update(run, rollout_batch(), learning_rate=1e-3)
     assert policy.unused in run.optimizer.state
 
@@ -1368,8 +1052,6 @@ def test_learning_rates_warm_up_and_then_stay_or_decay_to_0():
     config = dataclasses.replace(config, lr_scheduler_type="linear")
     linear = [grpo.scheduled_learning_rate(config, step) for step in range(1, 9)]
     assert linear == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
-    config = dataclasses.replace(config, warmup_steps=0)
-    assert grpo.scheduled_learning_rate(config, 1) == 0.4
 
 
 def test_prompts_come_in_shuffled_epochs_and_depend_on_the_step_alone():
@@ -1382,13 +1064,14 @@ def test_prompts_come_in_shuffled_epochs_and_depend_on_the_step_alone():
     assert grpo.prompt_batch(range(10), 1, 3, seed=6) != steps[0]
 
 
-def run_of_built_in_model(**options):
+def run_of_built_in_model(num_generations=4, **options):
     """A `Run` of the built-in tiny model, whose reward is the ids' sum modulo 7."""
 
     def sums(completion_ids, **columns):
         return [sum(ids) % 7 for ids in completion_ids]
 
-    run = core_run(grpo.tiny_model(0).eval(), num_generations=4, **options)
+    policy = grpo.tiny_model(0).eval()
+    run = core_run(policy, num_generations=num_generations, **options)
     run.tokenizer, run.eos_token_ids = grpo.tiny_tokenizer(), [0]
     run.reward_functions = {"sums": (sums, 1.0)}
     return run
@@ -1416,46 +1099,27 @@ def test_a_rollout_has_texts_ids_finished_and_the_columns_of_its_rows():
     assert torch.equal(batch.sampled_logp, ids.float())
 
 
-def score_with(returned, weight=1.0):
-    """`score` with a reward function, mine, that returns this for 4 completions of two
-    prompts."""
-    functions = {"mine": (lambda **columns: returned, weight)}
-    run = SimpleNamespace(reward_functions=functions)
-    return grpo.score(run, {"completions": ["2", "3", "4", "5"]}, num_generations=2)
-
-
-def test_an_unjudged_completion_gets_the_mean_of_its_group_or_0():
-    scores = score_with([None, 1.0, None, None], weight=-2.0)
-    assert scores["reward"].tolist() == [-2.0, -2.0, 0.0, 0.0]
-    expected = [math.nan, 1.0, math.nan, math.nan]
-    assert scores["rewards/mine"].tolist() == pytest.approx(expected, nan_ok=True)
-
-
-def test_rewards_are_added_by_weight_in_float64():
-    """In float32, equal sums in another order would differ by a bit."""
+def test_rewards_are_added_by_weight_and_none_counts_as_the_mean_of_its_group():
+    """In float64: in float32, equal sums in another order would differ by a bit."""
     functions = {
-        "first": (lambda **columns: [0.1, 0.3], 1.0),
-        "second": (lambda **columns: [0.2, 0.1], 3.0),
+        "first": (lambda **columns: [0.1, 0.3, None, None], 1.0),
+        "second": (lambda **columns: [0.2, 0.1, None, 4.0], 3.0),
     }
     run = SimpleNamespace(reward_functions=functions)
-    rewards = grpo.score(run, {"completions": ["2", "3"]}, 2)["reward"]
-    assert rewards.tolist() == pytest.approx([0.7, 0.6], abs=1e-15)
-
-
-def test_rewards_may_be_whatever_float_takes():
-    mixed = [True, np.float32(0), torch.tensor([1.0]), False]
-    for returned in (np.array([1.0, 0.0, 1.0, 0.0]), mixed):
-        assert score_with(returned)["reward"].tolist() == [1, 0, 1, 0]
+    scores = grpo.score(run, {"completions": ["2", "3", "4", "5"]}, num_generations=2)
+    # The first function judges nothing in the second group, which counts as 0.
+    assert scores["reward"].tolist() == pytest.approx([0.7, 0.6, 12, 12], abs=1e-15)
+    second = scores["rewards/second"].tolist()
+    assert second == pytest.approx([0.2, 0.1, math.nan, 4.0], nan_ok=True)
 
 
 @pytest.mark.parametrize(
     "returned",
     [[1.0], [1.0] * 5, [1, 2, 3, math.nan], [1, 2, 3, "x"], None],
-    ids=["short", "long", "nan", "text", "none"],
 )
 def test_a_reward_that_returns_anything_but_finite_numbers_is_an_error(returned):
     with pytest.raises(grpo.Error, match="^reward mine returned .*, not 4 finite"):
-        score_with(returned)
+        grpo.reward_tensor(returned, 4, "reward mine")
 
 
 def test_columns_of_the_data_may_have_any_name():
@@ -1473,20 +1137,18 @@ def test_columns_of_the_data_may_have_any_name():
     "text, expected",
     [
         ("1+1\n2+2<eos>", [("1+1", 3), ("2+2", 7)]),
-        ("1+1\n2+2", [("1+1", 3), ("2+2", 6)]),
         ("\n1+1\n\n2+2\n \n<eos>", [("1+1", 4), ("2+2", 12)]),
         (" \n <eos>", []),
     ],
-    ids=["two", "cut-off", "blank-lines", "only-blanks"],
 )
 def test_reasoning_steps_are_the_lines_that_are_not_blank(text, expected):
     tokenizer = grpo.tiny_tokenizer()
-    assert grpo.reasoning_steps(tokenizer, tokenizer.encode(text)) == expected
+    texts, ends = grpo.reasoning_steps(tokenizer, tokenizer.encode(text))
+    assert list(zip(texts, ends)) == expected
 
 
 def test_step_rewards_become_advantages_up_to_the_end_of_their_step():
-    run = run_of_built_in_model()
-    run.config = dataclasses.replace(run.config, num_generations=2)
+    run = run_of_built_in_model(num_generations=2)
     run.step_reward = lambda **columns: [np.array([0.0, 1.0]), [2], [1], ()]
     texts = ["1+1\n2<eos>", "2", "3<eos>", "<eos>"]
     columns = {"completion_ids": [run.tokenizer.encode(text) for text in texts]}
@@ -1502,99 +1164,54 @@ def test_step_rewards_become_advantages_up_to_the_end_of_their_step():
     assert_close(advantages, expected)
 
 
-def test_a_step_trains_on_the_advantages_of_its_rewards():
+def test_a_step_trains_on_the_advantages_of_its_rewards_and_reasoning_steps():
     run = run_of_built_in_model(scale_rewards="none", warmup_steps=4, temperature=0.7)
+    run.step_reward = mock.Mock()
     extra = torch.randn(8, 6)
-    run.step_reward = lambda **columns: None
     rows = [{"prompt_ids": [3, 12, 4]}, {"prompt_ids": [5, 12]}]
     with (
         mock.patch.object(grpo, "update", wraps=grpo.update) as update,
-        mock.patch.object(grpo, "generate", wraps=grpo.generate) as generate,
         mock.patch.object(grpo, "score_steps", return_value=(extra, torch.ones(8))),
     ):
         metrics, columns = grpo.train_step(run, rows, step=2)
     batch = update.call_args.args[1]
-    sums = [sum(x[m].tolist()) % 7 for x, m in zip(batch.completion_ids, batch.mask)]
-    assert columns["reward"] == sums
-    expected = grpo.group_advantages(torch.tensor(sums), 4, "none")[:, None] + extra
-    assert_close(batch.advantages, expected)
-    assert generate.call_args.args[-1] == 0.7
+    advantages = grpo.group_advantages(torch.tensor(columns["reward"]), 4, "none")
+    assert_close(batch.advantages, advantages[:, None] + extra)
     assert metrics["learning_rate"] == pytest.approx(0.5 * run.config.learning_rate)
-    assert metrics["reward"] == statistics.fmean(sums)
-    assert metrics["sampling_gap"] < 1e-5
+    assert metrics["sampling_gap"] < 1e-5  # so both are at temperature 0.7
 
 
 def test_metrics_of_a_rollout_are_means():
-    run = run_of_built_in_model()
-    run.config = dataclasses.replace(run.config, num_generations=2)
-    functions = {"mine": (lambda **columns: [3.0, 0.0, 4.0, None], 1.0)}
-    run.reward_functions = functions
-    ids = torch.tensor([[0, 0, 0], [4, 0, 0], [4, 4, 4], [4, 0, 0]])
+    """Rewards that differ by rounding, 0.1 + 0.2 and 0.3, count as equal."""
+    run = run_of_built_in_model(num_generations=3)
+    rewards = [3.0, 0.0, 0.0, 0.1 + 0.2, 0.3, None]
+    run.reward_functions = {"mine": (lambda **columns: rewards, 1.0)}
+    ids = [[0, 0, 0], [4, 0, 0], [4, 4, 4], [4, 0, 0], [0, 0, 0], [4, 4, 0]]
+    ids = torch.tensor(ids)
     rows = [{"prompt_ids": [3]}, {"prompt_ids": [4]}]
     with mock.patch.object(grpo, "generate", return_value=(ids, ids.float())):
         metrics, _ = grpo.train_step(run, rows, step=1)
     expected = {
-        "reward": 2.75,  # the mean of 3, 0, 4 and 4
-        "rewards/mine": 7 / 3,
-        "reward_std": math.sqrt(4.5) / 2,
-        "zero_std_fraction": 0.5,
+        "reward": 3.9 / 6,
+        "rewards/mine": 3.6 / 5,
+        "reward_std": math.sqrt(3) / 2,
+        "zero_std_fraction": 1 / 2,
         "completion_length": 2.0,
-        "truncated_fraction": 0.25,
+        "truncated_fraction": 1 / 6,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_rewards_that_differ_by_rounding_count_as_equal_in_the_metrics():
-    run = run_of_built_in_model()
-    rewards = [0.1 + 0.2, 0.3, 0.3, 0.3] * 2
-    run.reward_functions = {"sum": (lambda **columns: rewards, 1.0)}
-    metrics, _ = grpo.train_step(run, [{"prompt_ids": [3]}, {"prompt_ids": [4]}], 1)
-    assert metrics["zero_std_fraction"] == 1
-
-
-# ------------------------------------------------------------------- the core by itself
-def global_names(code):
-    """The global names that the functions in a code object read."""
-    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= global_names(constant)
-    return names
-
-
-CORE = Path(grpo.__file__).read_text().partition("\n# That is all of GRPO. ")[0]
-BANNER = "(?m)^# -{9,} .*$"
-_, _, FORMULAS, SAMPLING, _ = re.split(BANNER, CORE)  # the sections of the core
-
-
-@pytest.mark.parametrize(
-    "source, given",
-    [
-        (CORE, {}),
-        (FORMULAS, {"torch": torch}),
-        (SAMPLING, {"torch": torch, "F": F, "DynamicCache": DynamicCache}),
-    ],
-    ids=["core", "formulas", "sampling"],
-)
-def test_what_is_pasted_into_another_file_uses_no_other_name_of_grpo(source, given):
-    scope = dict(given)
-    exec(source, scope)
-    names = global_names(compile(source, "pasted", "exec"))
-    assert names <= {*scope, *vars(builtins)}
-
-
-def test_the_example_in_the_header_trains_alike_with_the_core_alone(
-    tmp_path, monkeypatch
-):
+def test_the_example_in_the_header_needs_only_the_core(tmp_path, monkeypatch):
     grpo.tiny_model(0).save_pretrained(tmp_path)
     grpo.tiny_tokenizer().save_pretrained(tmp_path)
-    (code,) = re.findall(r"(?s)\n\n(    import copy\n.*?)\n\nShapes", grpo.__doc__)
+    (code,) = re.findall(r"(?s)\n\n(    import copy\n.*)", grpo.__doc__)
     shown = "max_completion_length=64, max_steps=200"
     tried = "max_completion_length=8, max_steps=3, learning_rate=1e-2"
     assert code.count(shown) == 1
     code = textwrap.dedent(code).replace(shown, tried)
-    core = types.ModuleType("grpo")
-    exec(CORE, vars(core))
+    core, source = types.ModuleType("grpo"), Path(grpo.__file__).read_text()
+    exec(source.partition("\n# That is all of GRPO. ")[0], vars(core))
     policies = []
     for module in (core, grpo):
         monkeypatch.setitem(sys.modules, "grpo", module)
@@ -1612,7 +1229,6 @@ ANSWERS = [
     # The last box that is not empty, before a mark and the last number.
     (r"so \boxed{42} or 1", "42", True, 1),
     (r"So it is \boxed{7}. Put your final answer within \boxed{}.", "7", True, 1),
-    (r"\boxed{7} \boxed{ }", "7", True, 1),
     ("\\boxed{6}\n#### 5", "6", True, 1),
     (r"\boxed{5} no, it is \boxed{7", "5", True, 0),
     # What follows the last mark: a number and then anything, or words on one line.
@@ -1626,7 +1242,6 @@ ANSWERS = [
     ("#### yes", "yes", False, 0),
     ("#### 72 clips", "72", False, 1),
     (r"#### 3\sqrt{2}", "3", True, 0),
-    ("#### 1,250 or 3", "1", True, 0),
     ("5 of them\n#### New  York.", "new york", True, 1),
     ("#### Step 3: add\nThe answer is 72.", "72", True, 1),
     # The last number, unless the text was cut off. No other words are an answer.
@@ -1635,12 +1250,10 @@ ANSWERS = [
     ("none", "none", True, 0),
     # A letter may have its option behind it.
     (r"\boxed{B) 12}", "B", True, 1),
-    (r"\boxed{(B) 12}", "b", True, 1),
     (r"\boxed{\mathbf{B}}", "B", True, 1),
     (r"\boxed{Because}", "B", True, 0),
     (r"\boxed{A or B}", "B", True, 0),
     # Fractions and mixed numbers.
-    (r"\boxed{\frac12}", "0.5", True, 1),
     (r"\boxed{-\dfrac{3}4}", "-0.75", True, 1),
     (r"\boxed{2\frac{1}{2}}", "2.5", True, 1),
     ("The answer is 2 1/2.", "2.5", True, 1),
@@ -1649,11 +1262,9 @@ ANSWERS = [
     # A number is read whole or not at all.
     ("12,5", "5", True, 0),
     ("it is 1,00,000", "0", True, 0),
-    ("version 1.2.3", "3", True, 0),
     # Scientific notation, also of floats in JSON.
     ("about 7.0e-05", "0.00007", True, 1),
     ("0.00001", 1e-05, True, 1),
-    ("10000000000000000", 1e16, True, 1),
     (r"\boxed{3 \times 10^8}", "300000000", True, 1),
     ("it is 1e999", "1e999", True, 1),
     # An en dash and the minus of Unicode are signs.
@@ -1663,10 +1274,10 @@ ANSWERS = [
     (r"\boxed{- 5}", "-5", True, 1),
     # A tuple is no number.
     (r"\boxed{(0,100)}", "100", True, 0),
-    ("it is 1200", "(1,200)", True, 0),
-    # Of an equation, the right side counts, but not of several.
+    # Of an equation, the right side counts, but not of several or of an inequality.
     (r"\boxed{m+n=293}", "293", True, 1),
     (r"\boxed{x=1, y=2}", "2", True, 0),
+    (r"\boxed{x >= 3}", "3", True, 0),
     # Units stay words in a box, and a percent sign is no division by 100.
     (r"\boxed{5 cm}", "5", True, 0),
     (r"\boxed{5\text{ cm}}", "5 cm", True, 1),
@@ -1678,18 +1289,17 @@ ANSWERS = [
 
 @pytest.mark.parametrize("completion, answer, finished, score", ANSWERS)
 def test_accuracy_reward(completion, answer, finished, score):
-    assert grpo.accuracy_reward([""], [completion], [answer], [finished]) == [score]
+    assert grpo.accuracy_reward([completion], [answer], [finished]) == [score]
 
 
 def test_each_completion_has_its_own_answer():
     texts = ["so 18", r"so \boxed{18} or 1", "18", "18"]
     columns = {"answer": ["18", "6 * 3 = 18\n#### 18", 17, 18.0], "level": [1] * 4}
-    assert grpo.accuracy_reward([""] * 4, texts, **columns) == [1, 1, 0, 1]
+    assert grpo.accuracy_reward(texts, **columns) == [1, 1, 0, 1]
 
 
-HOSTILE_PIECES = ["9", "1 ", "1,", "2 1/", "1e", ".", "-", " ", "\n", "{", "}", "a="]
-HOSTILE_PIECES += ["\\boxed{", "\\boxed{}", "\\boxed{ }", "\\text{", "\\frac{1", "10^{"]
-HOSTILE_PIECES += ["#### ", "####\n", "A) ", "or ", "<think>", "</think>"]
+HOSTILE_PIECES = ["9", "1 ", "1,", "2 1/", "1e", ".", "-", " ", "\n", "{", "}", "A) "]
+HOSTILE_PIECES += ["\\boxed{", "\\boxed{ }", "\\text{", "\\frac{1", "10^{", "#### "]
 
 
 @pytest.mark.slow
@@ -1699,10 +1309,7 @@ def test_hostile_texts_take_linear_time(piece):
     text = piece * 20_000
     start = time.process_time()
     for completion in (text, "#### " + text, "\\boxed{" + text + "}" * 20_000):
-        for answer in ("7", "B"):
-            assert grpo.accuracy_reward([""], [completion], [answer]) == [0.0]
-    for completion in (text, "<think>" + text, "<think></think>" + text + "<think>"):
-        assert grpo.format_reward([""], [completion]) == [0.0]
+        assert grpo.accuracy_reward([completion], ["B"]) == [0.0]
     assert time.process_time() - start < 5
 
 
@@ -1717,29 +1324,22 @@ def test_hostile_texts_take_linear_time(piece):
         ("Q<think>", "<think>a</think>b", 0.0),
     ],
 )
-def test_format_reward_wants_one_thought_and_then_an_answer(
-    prompt, completion, expected
-):
+def test_format_reward_wants_a_thought_and_an_answer(prompt, completion, expected):
     assert grpo.format_reward([prompt], [completion]) == [expected]
 
 
 @pytest.mark.parametrize(
     "completion, answer, score",
-    [
-        (r"\boxed{x+1}", "1+x", 1),
-        (r"\boxed{\{1,2\}}", r"\{2,1\}", 1),
-        (r"\boxed{x+1}", "x", 0),
-        ("so 18", "18", 0),
-    ],
+    [(r"\boxed{x+1}", "1+x", 1), (r"\boxed{x+1}", "x", 0), ("so 18", "18", 0)],
 )
 def test_math_reward_takes_answers_that_are_equal_as_latex(completion, answer, score):
-    assert grpo.math_reward([""], [completion], [answer], [False]) == [score]
+    assert grpo.math_reward([completion], [answer], [False]) == [score]
 
 
 @pytest.mark.slow
 def test_math_reward_gives_up_on_a_tower_of_powers():
     start = time.perf_counter()
-    assert grpo.math_reward([""], [r"\boxed{9^{9^{9^9}}}"], ["7"]) == [0.0]
+    assert grpo.math_reward([r"\boxed{9^{9^{9^9}}}"], ["7"]) == [0.0]
     assert time.perf_counter() - start < 20
 
 
@@ -1750,7 +1350,7 @@ CHATML = (
 # A turn has no end of its own: the marker of the next role is an EOS token.
 GLM = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ thoughts }}{% endif %}"
 )
 USER = {"role": "user", "content": "1+1="}
 ASSISTANT = {"role": "assistant", "content": "2"}
@@ -1800,8 +1400,7 @@ def test_a_reward_model_gives_the_logit_of_each_whole_chat(tmp_path):
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_judge_gives_the_same_marks_in_a_batch_and_alone(tmp_path):
-    """It answers greedily, whatever its generation config says."""
+def test_a_judge_marks_a_batch_greedily_as_each_answer_alone(tmp_path):
     tokenizer = chat_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=256)
     model.generation_config.update(do_sample=True, temperature=9.0)
@@ -1821,10 +1420,9 @@ def test_a_judge_marks_an_answer_to_the_last_question_by_0_to_1_or_none(reply, m
     with mock.patch.object(grpo.transformers, "pipeline", return_value=pipeline):
         judge = grpo.load_function("judge:some/model")
     chat = [USER, ASSISTANT, {"role": "user", "content": "why {x}?"}]
-    assert judge(messages=[chat], completions=[r"\boxed{2}"]) == [mark]
+    assert judge(messages=[chat], completions=["because"]) == [mark]
     (((message,),),) = pipeline.call_args.args
-    assert message["content"].startswith("why {x}?\n")
-    assert message["content"].endswith(r"\boxed{2}")
+    assert re.match(r"(?s)why {x}\?\n.*\nbecause$", message["content"])
 
 
 def hash_reward(completions, **columns):
@@ -1837,7 +1435,7 @@ HASHED = f"{__file__}:hash_reward"  # an argument of --reward
 
 def test_rewards_are_loaded_with_their_weights():
     """A file is imported as a module, so that its functions can be pickled."""
-    assert grpo.load_rewards(["accuracy", "format=0.2", f"{HASHED}=-2"]) == {
+    assert grpo.load_rewards(["accuracy", "format=2e-1", f"{HASHED}=-2"]) == {
         "accuracy": (grpo.accuracy_reward, 1.0),
         "format": (grpo.format_reward, 0.2),
         HASHED: (hash_reward, -2.0),
@@ -1848,10 +1446,8 @@ def test_rewards_are_loaded_with_their_weights():
     "spec, message",
     [
         ("fluency", "fluency is neither built in nor FILE.py:FUNCTION"),
-        (f"{__file__}:none", "no function 'none' in .*"),
         (f"{__file__}:ANSWERS", "no function 'ANSWERS' in"),
-        ("accuracy=x", "--reward accuracy=x: the weight must be a number"),
-        ("accuracy=nan", "--reward accuracy=nan: the weight must be a number"),
+        ("accuracy=nan", "accuracy=nan is neither built in nor FILE.py:FUNCTION"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_an_error(spec, message):
@@ -1898,27 +1494,19 @@ def test_rows_keep_their_columns_and_have_those_of_all_rows(tmp_path):
         (b'{"prompt": ', "JSONDecodeError"),
         (b'{"prompt": "caf\xe9", "answer": "1"}', "UnicodeDecodeError"),
         (b'{"answer": "1"}', "problem"),
-        (b'{"prompt": "a"}', "`answer` or `solution` is needed"),
+        (b'{"prompt": "a", "answer": "$"}', "`answer` or `solution`"),
         (b'{"prompt": "a", "solution": "so \\\\boxed{1"}', "`answer` or `solution`"),
         (b'{"prompt": [{"role": "user", "content": null}], "answer": "1"}', "texts"),
         (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}', "user"),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_the_first_bad_line_is_named_before_a_model_is_loaded(tmp_path, line, reason):
     path = tmp_path / "train.jsonl"
     good = b'{"prompt": "a", "answer": "1"}\n'
     path.write_bytes(good + line + b"\n" + good + line)
+    config = grpo.Config(data=str(path), model="no/model", reward=["format", "math=2"])
     with pytest.raises(grpo.Error, match=f"train.jsonl:2: .*{reason}"):
-        grpo.set_up(grpo.Config(data=str(path), model="no/such/model"))
-
-
-def test_answers_are_needed_only_for_rewards_that_compare_them(tmp_path):
-    path = tmp_path / "data"
-    path.write_text('{"prompt": "a"}')
-    assert len(grpo.read_rows(str(path), grpo.Config(reward=["format"]))) == 1
-    with pytest.raises(grpo.Error, match="data:1: .*`answer` or `solution` is needed"):
-        grpo.read_rows(str(path), grpo.Config(reward=["format", "math=2"]))
+        grpo.set_up(config)
 
 
 def test_held_out_rows_are_random_and_never_trained_on(tmp_path):
@@ -1946,25 +1534,26 @@ def encoded(messages, template, eos="<|im_end|>", post_process=None, **options):
     return row, tokenizer.convert_ids_to_tokens(row["prompt_ids"])
 
 
+ASKED = "<|user|>\n1+1=<|assistant|>"
+
+
 @pytest.mark.parametrize(
-    "messages, before",
+    "chat, options, prompt",
     [
-        ([USER], "<|system|>\nbe brief"),
+        ([USER], {"system_prompt": "be brief"}, "<|system|>\nbe brief" + ASKED),
+        ([SYSTEM, USER], {"system_prompt": "be brief"}, "<|system|>\nbe kind" + ASKED),
         (
-            [SYSTEM, USER, ASSISTANT, USER],
-            "<|system|>\nbe kind<|user|>\n1+1=<|assistant|>\n2",
+            [USER, ASSISTANT, USER],
+            {"prompt_template": "Add {question}!"},
+            ASKED + "\n2<|user|>\nAdd 1+1=!<|assistant|>",
         ),
+        ([USER], {"chat_template_kwargs": '{"thoughts": "no"}'}, ASKED + "no"),
     ],
-    ids=["question", "conversation"],
 )
-def test_a_chat_becomes_a_prompt_by_the_chat_template(messages, before):
-    """The prompt template wraps the last question. The given row stays as it is."""
-    given = copy.deepcopy(messages)
-    options = {"system_prompt": "be brief", "prompt_template": "Add {question}!"}
-    row, _ = encoded(messages, GLM, "<|user|>", **options)
-    assert row["prompts"] == before + "<|user|>\nAdd 1+1=!<|assistant|>"
-    assert row["messages"][-1] == {"role": "user", "content": "Add 1+1=!"}
-    assert messages == given
+def test_a_chat_becomes_a_prompt_by_the_chat_template(chat, options, prompt):
+    row, _ = encoded(chat, GLM, "<|user|>", **options)
+    assert row["prompts"] == prompt
+    assert USER["content"] == "1+1="  # the given row stays as it is
 
 
 @pytest.mark.parametrize(
@@ -1974,30 +1563,18 @@ def test_a_chat_becomes_a_prompt_by_the_chat_template(messages, before):
         (CHATML, "<eos>", "be kind\n1+1="),
         (GLM, "<|user|>", "<|user|>\n1+1=<|assistant|>"),
         (GLM, "<|assistant|>", "be kind\n1+1="),
-        (None, "<eos>", "be kind\n1+1="),
     ],
-    ids=["chatml", "foreign", "next-role", "not-the-end", "none"],
 )
-def test_a_chat_template_is_used_only_if_it_ends_answers_with_an_eos(
-    template, eos, expected
-):
+def test_a_chat_template_must_end_answers_with_an_eos(template, eos, expected):
     """Base models carry templates that they were not trained on."""
     row, _ = encoded([SYSTEM, USER], template, eos)
     assert row["prompts"].removesuffix("assistant\n").endswith(expected)
 
 
-def test_an_open_turn_of_the_assistant_is_continued():
-    thinking = {"role": "assistant", "content": "let me think.<think>"}
-    row, _ = encoded([USER, thinking], CHATML, reward=["accuracy"])
-    assert row["prompts"].endswith("<|im_start|>assistant\nlet me think.<think>")
-    assert "\\boxed{}" in row["messages"][0]["content"]
-
-
-def test_chat_template_kwargs_reach_the_template():
-    template = CHATML + "{% if enable_thinking is false %}<think></think>{% endif %}"
-    kwargs = '{"enable_thinking": false}'
-    row, _ = encoded([USER], template, chat_template_kwargs=kwargs)
-    assert row["prompts"].endswith("assistant\n<think></think>")
+def test_a_prompt_asks_for_a_box_and_an_open_answer_is_continued():
+    row, _ = encoded([USER, ASSISTANT], CHATML, reward=["format", "math=2"])
+    assert "\\boxed{}" in row["prompts"]
+    assert row["prompts"].endswith("<|im_start|>assistant\n2")
 
 
 def test_what_a_chat_template_raises_is_an_error_of_the_user():
@@ -2025,19 +1602,11 @@ def test_longer_prompts_and_empty_ones_are_left_out():
     assert [row["prompts"] for row in grpo.encode_prompts(run, rows)] == ["123"]
 
 
-# ------------------------------------------------------------------------------- models
-@pytest.mark.parametrize(
-    "model_eos, tokenizer_eos, expected",
-    [([3, 7, 0], "<eos>", [0, 3, 7]), (7, None, [7]), (None, "<eos>", [0])],
-)
-def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(
-    tmp_path, model_eos, tokenizer_eos, expected
-):
-    model, tokenizer = grpo.tiny_model(0), grpo.tiny_tokenizer()
-    model.generation_config.eos_token_id = model_eos
-    tokenizer.eos_token = tokenizer_eos
-    name = save_model(tmp_path, model, tokenizer)
-    assert grpo.load_tokenizer(name, model)[1] == expected
+# ------------------------------------------------------------- models, logs and options
+def test_a_completion_ends_with_any_eos_of_tokenizer_and_model():
+    model = grpo.tiny_model(0)
+    model.generation_config.eos_token_id = [3, 7, 0]
+    assert grpo.load_tokenizer("tiny", model)[1] == [0, 3, 7]
 
 
 def test_a_model_without_an_eos_token_is_an_error(tmp_path):
@@ -2051,14 +1620,12 @@ def test_a_model_without_an_eos_token_is_an_error(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_is_loaded_in_the_dtype_of_the_run_and_without_dropout(tmp_path, dtype):
     """transformers 5 would take the dtype of the folder."""
-    saved = torch.bfloat16 if dtype == torch.float32 else torch.float32
-    name = save_model(tmp_path, tiny_model().to(saved))
+    name = save_model(tmp_path, tiny_model().half())
     model = grpo.load_model(name, dtype, seed=0)
     assert {x.dtype for x in model.parameters()} == {dtype}
     assert not model.training
 
 
-# --------------------------------------------------------------------- logs and options
 def test_the_log_is_json_and_has_null_for_what_is_not_a_number(tmp_path):
     """Such as the reward of an unjudged completion."""
     config = grpo.Config(output_dir=str(tmp_path))
@@ -2066,15 +1633,6 @@ def test_the_log_is_json_and_has_null_for_what_is_not_a_number(tmp_path):
     grpo.append_row(config, "log.jsonl", {"a": 2})
     text = (tmp_path / "log.jsonl").read_text()
     assert text == '{"a": null, "b": [null, 1.5]}\n{"a": 2}\n'
-
-
-def test_help_shows_each_option_with_its_text(capsys):
-    with pytest.raises(SystemExit):
-        grpo.parse_args(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(grpo.Config):
-        assert f"--{field.name}" in shown
-        assert " ".join(field.metadata["help"].split())[:20] in shown
 
 
 def test_the_tiny_model_has_defaults_of_its_own_and_what_is_typed_wins():
@@ -2099,17 +1657,6 @@ def test_a_run_is_resumed_with_its_options_and_what_is_typed_is_saved(tmp_path):
     assert third == dataclasses.replace(second, beta=0.1)
 
 
-@pytest.mark.slow
-def test_the_file_pasted_into_a_notebook_runs_when_main_is_called(
-    tmp_path, monkeypatch
-):
-    module = types.ModuleType("__main__")  # that of a notebook has no file
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    exec(Path(grpo.__file__).read_text(), vars(module))
-    module.main(["--sft-steps=0", "--max-steps=0", "--output-dir", str(tmp_path)])
-    assert (tmp_path / "metrics.jsonl").exists()
-
-
 # ---------------------------------------------------------------- rewards of the README
 @pytest.fixture
 def readme_reward(tmp_path, monkeypatch):
@@ -2126,8 +1673,8 @@ def readme_reward(tmp_path, monkeypatch):
 def test_one_language_is_the_share_of_letters_in_a_script(readme_reward):
     one_language = readme_reward("one_language")
     texts = ["Füge 2 hinzu", "2 + 2", "ab ве"]
-    assert one_language([""] * 3, texts, answer=["1"] * 3) == [1.0, None, 0.5]
-    assert one_language([""], ["你好 ok"], script="CJK") == [0.5]
+    assert one_language(texts, answer=["1"] * 3) == [1.0, None, 0.5]
+    assert one_language(["你好 ok"], script="CJK") == [0.5]
 
 
 bubblewrap = subprocess.run(
@@ -2146,24 +1693,13 @@ ADD_TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
     "completion, score",
     [
         (f"```python\nx = 1\n```\n```python\nprint('hi')\n{ADD}```\nDone.", 1.0),
-        (f"```python\n{ADD.replace('+', '-')}```", 0.0),
         (f"```python\n{ADD}", 0.0),
         ("```python\nimport os; os._exit(0)\n```", 0.0),
         (f"```python\n{ADD}x = bytearray(10**10)\n```", 0.0),
     ],
-    ids=["last-block", "wrong", "cut-off", "exit", "memory"],
 )
-def test_code_is_right_if_its_last_block_passes_the_tests(
-    readme_reward, completion, score
-):
-    assert readme_reward("code")([""], [completion], [ADD_TESTS]) == [score]
-
-
-@pytest.mark.slow
-@needs_bubblewrap
-def test_code_that_sleeps_is_ended(readme_reward):
-    """After three times the seconds of CPU time that it may use."""
-    assert not readme_reward("passes")("import time; time.sleep(60)", seconds=1)
+def test_the_last_block_of_code_must_pass_the_tests(readme_reward, completion, score):
+    assert readme_reward("code")([completion], [ADD_TESTS]) == [score]
 
 
 @pytest.mark.slow
@@ -2171,15 +1707,13 @@ def test_code_that_sleeps_is_ended(readme_reward):
 def test_code_reaches_no_file_variable_or_network(readme_reward, tmp_path, monkeypatch):
     monkeypatch.setenv("MINE", "secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
         program = f"""
 import os, socket
 assert "MINE" not in os.environ
 assert not os.path.exists({str(tmp_path)!r})
-assert socket.socket().connect_ex(("127.0.0.1", {port}))  # an error
+assert socket.socket().connect_ex({server.getsockname()})  # an error
 """
-        completion = f"```python\n{program}```"
-        assert readme_reward("code")([""], [completion], ["pass"]) == [1.0]
+        assert readme_reward("passes")(program)
 
 
 # --------------------------------------------------------------------------- whole runs
@@ -2268,43 +1802,21 @@ def test_the_built_in_task_learns(tmp_path):
     """From 0.41 to 0.60 in 20 steps, with a standard error of 0.02 each."""
     tiny = {**grpo.TINY, "num_generations": 4, "max_steps": 20, "warmup_steps": 0}
     new_run(tmp_path, **tiny)
-    rewards = [row["reward"] for row in logged(tmp_path)]
-    before, after = statistics.mean(rewards[:3]), statistics.mean(rewards[-3:])
+    rows = logged(tmp_path)
+    before = statistics.mean(row["reward"] for row in rows[:3])
+    after = statistics.mean(row["reward"] for row in rows[-3:])
     assert before < 0.5 and after > before + 0.1
+    # The reference is the model after the supervised steps, and stays as it is.
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[-1]["kl"] > 0.01
 
 
-@pytest.fixture(scope="module")
-def logged_run(tmp_path_factory):
-    """A run of three steps, evaluated at steps 0, 2 and 3."""
-    folder = tmp_path_factory.mktemp("logged") / "run"
+@pytest.mark.slow
+def test_each_completion_is_logged_with_its_reward(tmp_path):
     new_run(
-        folder,
-        reward=[HASHED, "accuracy"],
-        temperature=0.7,
-        max_completion_length=1,
-        eval_every=2,
+        tmp_path, reward=[HASHED, "accuracy"], max_completion_length=1, eval_every=2
     )
-    return folder
-
-
-@pytest.mark.slow
-def test_every_metric_is_logged_and_finite(logged_run):
-    names = """step loss reward reward_std rewards/accuracy kl clip_fraction entropy
-        ratio_mean sampling_gap skipped completion_length truncated_fraction
-        zero_std_fraction grad_norm learning_rate rollout_seconds update_seconds
-        peak_memory_gb""".split()
-    for line in (logged_run / "metrics.jsonl").read_text().splitlines()[1:]:
-        row = json.loads(line)
-        assert {*names, f"rewards/{HASHED}"} <= row.keys()
-        assert all(math.isfinite(value) for value in row.values())
-        assert row["loss"] == pytest.approx(0.04 * row["kl"], abs=1e-6)
-        assert 0 < row["sampling_gap"] < 1e-5
-    assert row["kl"] > 1e-4
-
-
-@pytest.mark.slow
-def test_each_completion_is_logged_with_its_reward(logged_run):
-    samples = logged(logged_run, "completions.jsonl")
+    samples = logged(tmp_path, "completions.jsonl")
     assert [x["step"] for x in samples] == [1] * 16 + [2] * 16 + [3] * 16
     for sample in samples:
         text, answer = sample["completions"], sample["answer"]
@@ -2322,10 +1834,10 @@ def test_each_seed_step_and_rank_draws_other_numbers(monkeypatch):
     assert len(draws) == 12
 
 
-# ----------------------------------------------------------------- evaluations and logs
 @pytest.mark.slow
-def test_an_evaluation_stands_in_the_row_of_its_step(logged_run):
-    rows = logged(logged_run)
+def test_an_evaluation_stands_in_the_row_of_its_step(tmp_path):
+    new_run(tmp_path, eval_every=2)
+    rows = logged(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert ["eval/reward" in row for row in rows] == [True, False, True, True]
 
@@ -2364,7 +1876,6 @@ def test_an_evaluation_leaves_out_unjudged_completions(tmp_path, monkeypatch):
     assert logged(tmp_path)[0]["eval/reward"] == 2
 
 
-# --------------------------------------------------------------------- supervised steps
 @contextlib.contextmanager
 def recorded_gradients():
     """Yields a list that gets the whole gradients of each optimizer step."""
@@ -2382,120 +1893,69 @@ def recorded_gradients():
 
 
 @pytest.mark.slow
-def test_supervised_steps_descend_the_negative_log_likelihood(tmp_path):
+def test_a_supervised_step_descends_the_negative_log_likelihood(tmp_path):
     """That of the solution and its EOS, and of all weights in spite of LoRA."""
     rows = [{"prompt": f"{i}+1=", "answer": 0, "solution": f"{i}{i}"} for i in range(9)]
-    data = write_rows(tmp_path / "data.jsonl", rows)
-    expected, real_update = [], grpo.update
-
-    def checked_update(run, batch, learning_rate):
-        for prompt, ids, mask in zip(batch.prompt_ids, *batch.inputs[2:]):
-            number = run.tokenizer.decode(prompt)[:-3]
-            assert run.tokenizer.decode(ids[mask]) == f"{number}{number}<eos>"
-        logp = slow_logprobs(run.policy, *batch.inputs)
-        loss = -(logp.sum(1) / batch.mask.sum(1)).mean()
-        expected.append(list(torch.autograd.grad(loss, list(run.policy.parameters()))))
-        return real_update(run, batch, learning_rate)
-
+    options = {"data": write_rows(tmp_path / "data.jsonl", rows), "lora_rank": 2}
     with (
-        mock.patch.object(grpo, "update", checked_update),
+        mock.patch.object(grpo, "update", wraps=grpo.update) as update,
         recorded_gradients() as gradients,
     ):
-        new_run(
-            tmp_path / "run",
-            data=data,
-            eval_data=data,
-            sft_steps=2,
-            max_steps=0,
-            lora_rank=2,
-        )
-    assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
+        new_run(tmp_path / "run", **options, sft_steps=1, max_steps=1)
+    run, batch, _ = update.call_args_list[0].args
+    assert run.reference is None
+    for prompt, ids, mask in zip(batch.prompt_ids, *batch.inputs[2:]):
+        number = run.tokenizer.decode(prompt)[:-3]
+        assert run.tokenizer.decode(ids[mask]) == f"{number}{number}<eos>"
+    policy = grpo.tiny_model(0).to(grpo.DEVICE)  # as it was before
+    logp = slow_logprobs(policy, *batch.inputs)
+    loss = -(logp.sum(1) / batch.mask.sum(1)).mean()
+    expected = torch.autograd.grad(loss, list(policy.parameters()))
+    assert_close(gradients[0], [*expected], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_the_reference_is_the_model_after_the_supervised_steps(tmp_path):
-    run = new_run(tmp_path, reward=HASHED, sft_steps=2)
-    sft, start = weights_of(tmp_path / "sft"), grpo.tiny_model(0).state_dict()
-    assert_close(run.reference.cpu().state_dict(), sft, atol=0, rtol=0)
-    assert not torch.equal(sft["lm_head.weight"], start["lm_head.weight"])
-    kls = [row["kl"] for row in logged(tmp_path)]
-    assert kls[0] == pytest.approx(0, abs=1e-9) and kls[2] > 1e-6
-    with mock.patch.object(grpo, "update", wraps=grpo.update) as update:
-        run_program(resume=tmp_path, max_steps=4)
-    assert update.call_count == 1  # no supervised step
-
-
-# ------------------------------------------------------------- resuming and checkpoints
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fail_at, options",
-    [
-        (4, {"dtype": "bfloat16", "num_mini_batches": 2}),
-        (4, {"dtype": "bfloat16", "lora_rank": 2, "sft_steps": 2}),
-        (2, {"lora_rank": 2, "eval_every": 2}),
-    ],
-    ids=["bfloat16", "lora", "no-checkpoint-yet"],
-)
-def test_a_failed_run_resumes_bit_for_bit(tmp_path, fail_at, options):
-    """What it has logged after its checkpoint is dropped."""
-    options = {"reward": HASHED, "max_steps": 4, "save_every": 2, **options}
-    new_run(tmp_path / "whole", **options)
-    effects = [mock.DEFAULT] * (fail_at - 1) + [OSError]
-    with (
-        mock.patch("grpo.train_step", wraps=grpo.train_step, side_effect=effects),
-        pytest.raises(OSError),
-    ):
-        new_run(tmp_path / "cut", **options)
-    assert logged(tmp_path / "cut")[-1]["step"] == fail_at - 1
-    assert saved_steps(tmp_path / "cut") == ([2] if fail_at == 4 else [])
-    run_program(resume=tmp_path / "cut")
-    assert outcome_of(tmp_path / "cut") == outcome_of(tmp_path / "whole")
-
-
+# ------------------------------------------------------- checkpoints, LoRA and bfloat16
 KILLER = """
 import os
+from torch.distributed import checkpoint
 calls = []
 
 def killer(completions, **columns):
     calls.append(1)
     if len(calls) == 4 and "KILL" in os.environ:
-        os.kill(os.getpid(), 9)
+        checkpoint.save = lambda *args, **kwargs: os.kill(os.getpid(), 9)
     return [sum(map(ord, text)) % 7 for text in completions]
 """
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_bit_for_bit(tmp_path):
-    """kill -9 in step 4, with a checkpoint of step 2, a line that is cut off and a part
-    of another checkpoint."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr_scheduler_type": "linear", "sft_steps": 2},
+        {"dtype": "bfloat16", "num_mini_batches": 2},
+        {"dtype": "bfloat16", "lora_rank": 2, "sft_steps": 2},
+    ],
+)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, options):
+    """kill -9 in the middle of the second checkpoint."""
+    monkeypatch.delitem(sys.modules, "killer", raising=False)
     (tmp_path / "killer.py").write_text(KILLER)
-    options = {"reward": f"{tmp_path}/killer.py:killer", "sft_steps": 2}
-    options |= {"max_steps": 4, "save_every": 2, "lr_scheduler_type": "linear"}
+    reward = f"{tmp_path}/killer.py:killer"
+    options = {**QUICK, "reward": reward, "max_steps": 4, "save_every": 2, **options}
     folder = tmp_path / "killed"
-    words = arguments(**{**QUICK, **options, "output_dir": folder})
     result = subprocess.run(
-        [sys.executable, grpo.__file__, *words],
+        [sys.executable, grpo.__file__, *arguments(**options, output_dir=folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "KILL": "1"},
     )
     assert result.returncode == -signal.SIGKILL
-    assert saved_steps(folder) == [2] and logged(folder)[-1]["step"] == 3
+    assert saved_steps(folder) == [2] and logged(folder)[-1]["step"] == 4
     with open(folder / "metrics.jsonl", "a") as log:
         log.write('{"step": 1, "cut off')
-    (folder / "partial").mkdir()
     (folder / "partial" / "stale.safetensors").touch()
     run_program(resume=folder)
-    new_run(tmp_path / "whole", **options)
+    run_program(**options, output_dir=tmp_path / "whole")
     assert outcome_of(folder) == outcome_of(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_failure_while_saving_leaves_the_last_checkpoint(tmp_path):
-    new_run(tmp_path, max_steps=1)
-    with mock.patch("grpo.dcp.save", side_effect=OSError), pytest.raises(OSError):
-        run_program(resume=tmp_path, max_steps=2)
-    assert saved_steps(tmp_path) == [1]
-    run_program(resume=tmp_path, max_steps=2)
-    assert saved_steps(tmp_path) == [2]
 
 
 @pytest.mark.slow
@@ -2504,9 +1964,8 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
     """In the dtype of the run, with the tied weight once."""
     run = new_run(tmp_path, reward=HASHED, dtype=dtype, max_steps=1)
     checkpoint = tmp_path / "checkpoint-1"
-    model, info = AutoModelForCausalLM.from_pretrained(
-        checkpoint, output_loading_info=True
-    )
+    load = AutoModelForCausalLM.from_pretrained
+    model, info = load(checkpoint, output_loading_info=True)
     assert not any(info.values()) and model.config.architectures
     for name, weight in trained_weights(run).items():
         expected = weight.to(getattr(torch, dtype))
@@ -2517,7 +1976,6 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
     assert tokenizer.decode(tokenizer.encode("12 + 3\n=")) == "12 + 3\n="
 
 
-# -------------------------------------------------------------------- LoRA and bfloat16
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
@@ -2542,7 +2000,7 @@ def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
 
 @pytest.mark.slow
 def test_small_updates_of_a_bfloat16_run_are_kept_in_float32(tmp_path):
-    """At a learning rate of 1e-6 the bfloat16 weights barely move (PITFALLS 3)."""
+    """At a learning rate of 1e-6 the bfloat16 weights barely move."""
     options = {"dtype": "bfloat16", "learning_rate": 1e-6, "warmup_steps": 0}
     run = new_run(tmp_path, reward=HASHED, sft_steps=2, **options)
     before, after = weights_of(tmp_path / "sft"), weights_of(tmp_path / "checkpoint-3")
@@ -2565,24 +2023,20 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused(tmp_path, gap)
         ids, logp = real_generate(*args)
         return ids, logp + gap
 
-    with (
-        mock.patch.object(grpo, "generate", generate),
-        pytest.raises(SystemExit, match="sampling and of training differ by .* nats"),
-    ):
+    edited = mock.patch.object(grpo, "generate", generate)
+    with edited, pytest.raises(SystemExit, match="sampling and of training differ by"):
         new_run(tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()  # at the first step
 
 
-# ------------------------------------------------------------------------------ signals
+# --------------------------------------------------------- signals, trackers and errors
 def test_a_second_signal_has_its_usual_effect():
     usual = signal.getsignal(signal.SIGINT)
     with grpo.heed_signals() as received:
+        assert signal.getsignal(signal.SIGINT) is not usual
         signal.raise_signal(signal.SIGINT)
         assert received == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is usual
-    with grpo.heed_signals():
-        pass
-    assert signal.getsignal(signal.SIGINT) is usual
 
 
 @pytest.mark.slow
@@ -2592,80 +2046,56 @@ def test_a_signal_stops_a_run_that_the_same_process_resumes(tmp_path):
         new_run(tmp_path / "stopped", **options)
     # A text as the code of a SystemExit is printed, and the exit status is 1.
     hint = f"python grpo.py --resume {tmp_path}/stopped"
-    assert stop.value.code == f"error: stopped; go on: {hint}"
+    assert stop.value.code == f"stopped; go on: {hint}"
     assert saved_steps(tmp_path / "stopped") == [1]
     run_program(resume=tmp_path / "stopped")
     new_run(tmp_path / "whole", **options)
     assert outcome_of(tmp_path / "stopped") == outcome_of(tmp_path / "whole")
 
 
-# ----------------------------------------------------------------------------- trackers
-@pytest.fixture
-def wandb(monkeypatch):
-    """A module with the interface of wandb."""
-    package = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setenv("WANDB_RUN_ID", "")  # restored after the test
-    return package
-
-
 @pytest.mark.slow
-def test_a_tracker_gets_all_rows_and_an_id_that_a_resumed_run_repeats(tmp_path, wandb):
+def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
+    """Which a resumed run repeats. Only the first rank reports."""
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_RUN_ID", "")  # restored after the test
     for folder in ("a", "b"):
         options = {"report_to": "wandb", "max_steps": 1, "eval_every": 1}
         new_run(tmp_path / folder / "run", **options)
-    run_program(resume=tmp_path / "a" / "run", max_steps=2)
+    run = run_program(resume=tmp_path / "a" / "run", max_steps=2)
     names = [call.kwargs["name"] for call in wandb.init.call_args_list]
     assert names[0] == names[2] != names[1]
     assert os.environ["WANDB_RUN_ID"] == names[2]
     calls = wandb.log.call_args_list
     assert [call.kwargs["step"] for call in calls] == [0, 1, 0, 1, 2]
     assert "eval/reward" in calls[0].args[0] and "loss" in calls[1].args[0]
-
-
-def test_a_tracker_is_finished_when_a_run_fails(wandb):
-    with pytest.raises(OSError), grpo.tracker(grpo.Config(report_to="wandb")):
-        raise OSError
-    wandb.finish.assert_called_once_with()
-
-
-def test_only_the_first_rank_reports_to_a_tracker(wandb, monkeypatch):
     monkeypatch.setattr(grpo, "RANK", 1)
-    with grpo.tracker(grpo.Config(report_to="wandb", output_dir="run")) as report:
-        report({"loss": 1.0}, step=1)
-    assert not wandb.init.called and not wandb.log.called
+    with grpo.tracker(run.config) as report:
+        report({"loss": 1.0}, step=3)
+    assert wandb.init.call_count == wandb.finish.call_count == 3
 
 
-# ---------------------------------------------------------------------- one-line errors
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"reward": "own.py:f"}, "reward own.py:f returned None, not 16 finite num"),
-        ({"step_reward": "own.py:f"}, "step reward must return a list of 16 lists"),
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
         ({"max_steps": 0, "data": "one.jsonl"}, "--max-steps 0: there are no rows"),
         ({"max_completion_length": 40_000}, "--max-completion-length: .* positions"),
-        ({"data": "missing.jsonl"}, "No such file.*missing.jsonl"),
         ({"resume": "missing"}, "No such file.*missing/options.json"),
         ({"report_to": "wandb"}, "wandb.*: pip install wandb$"),
         ({"model": "no/such/folder"}, "no/such/folder"),
-        ({"learning_rate": "nan"}, "learning_rate must be finite and at least 0"),
-        ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
     ],
     ids=str,
 )
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    Path("own.py").write_text("def f(**columns): pass")
     Path("one.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
     Path("theirs").mkdir()
     Path("theirs", "mine").touch()
-    if "resume" not in options:
-        options = {**QUICK, "output_dir": "run", **options}
+    options = {**QUICK, "output_dir": "run", **options}
     with pytest.raises(SystemExit, match=f"^error: .*{message}") as stop:
         grpo.main(arguments(**options))
     assert "\n" not in stop.value.code
@@ -2674,37 +2104,30 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, options, message):
 
 def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
     config = grpo.Config(output_dir=str(tmp_path))
-    with (
-        grpo.filelock.FileLock(tmp_path / "lock"),
-        pytest.raises(grpo.Error, match="is in use by another process$"),
-    ):
+    lock = grpo.filelock.FileLock(tmp_path / "lock")
+    with lock, pytest.raises(grpo.Error, match="is in use by another process$"):
         grpo.claim_output_dir(config)
     assert not (tmp_path / "options.json").exists()
 
 
 @pytest.mark.slow
 def test_out_of_memory_names_the_options_to_lower(tmp_path):
-    with (
-        mock.patch("grpo.train_step", side_effect=torch.OutOfMemoryError),
-        pytest.raises(SystemExit, match="^error: out of memory: .*--micro-batch-size"),
-    ):
+    no_memory = mock.patch("grpo.train_step", side_effect=torch.OutOfMemoryError)
+    with no_memory, pytest.raises(SystemExit, match="^error: out of memory: lower --"):
         new_run(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, error", [("generate", TypeError), ("score", OSError)])
 def test_an_error_in_an_edited_function_keeps_its_traceback(tmp_path, name, error):
-    with (
-        mock.patch.object(grpo, name, side_effect=error("a typo")),
-        pytest.raises(error, match="^a typo$"),
-    ):
+    edited = mock.patch.object(grpo, name, side_effect=error("a typo"))
+    with edited, pytest.raises(error, match="^a typo$"):
         new_run(tmp_path)
 
 
 # ------------------------------------------------------------------------ several ranks
 def test_ranks_wait_two_hours_for_the_slowest_reward(monkeypatch):
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
-    monkeypatch.setattr(grpo, "ON_GPU", False)
     with mock.patch.object(grpo.dist, "init_process_group") as init_process_group:
         grpo.join_ranks(grpo.Config(prompts_per_step=2))
     assert init_process_group.call_args.kwargs["timeout"].total_seconds() == 7200
@@ -2715,6 +2138,7 @@ UPDATES = [
     {"loss_type": "dapo", "num_mini_batches": 2, "num_iterations": 2},
     {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
     {"loss_type": "grpo", "beta": 0.0},
+    {"lora_rank": 2, "beta": 0.0, "num_iterations": 2},
 ]
 # The lengths of the completions of four prompts. Of two ranks the first has the prompts
 # 0 and 2, and the second the prompts 1 and 3.
@@ -2732,12 +2156,12 @@ def gradients_of_an_update(options):
         run = grpo.build_run(config, "tiny", reward_functions={})
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, 47, (4, 4, 6), generator=generator)
-    prompt_mask = torch.arange(6) > torch.arange(4)[:, None]  # 5 to 2 tokens
+    mask = torch.arange(6) < torch.tensor(LENGTHS)[:, :, None]
     columns = {
-        "prompt_ids": ids[:, :1].expand(4, 4, 6),
-        "prompt_mask": prompt_mask[:, None].expand(4, 4, 6),
+        "prompt_ids": ids.flip(2),
+        "prompt_mask": mask.flip(2),
         "completion_ids": ids,
-        "mask": torch.arange(6) < torch.tensor(LENGTHS)[:, :, None],
+        "mask": mask,
         "advantages": torch.randn(4, 4, 1, generator=generator).expand(4, 4, 6),
     }
     for name, column in columns.items():
@@ -2770,10 +2194,8 @@ def program_of_each_rank(folder):
         mock.patch.object(grpo.dist, "destroy_process_group"),
     ):
         new_run(folder / "whole", **options)
-        one_is_interrupted = (
-            interrupted_steps() if grpo.RANK == 1 else contextlib.nullcontext()
-        )
-        with one_is_interrupted, pytest.raises(SystemExit, match="stopped; go on"):
+        one_signal = interrupted_steps() if grpo.RANK else contextlib.nullcontext()
+        with one_signal, pytest.raises(SystemExit, match="stopped; go on"):
             new_run(folder / "stopped", **options)
         run_program(resume=folder / "stopped")
         new_run(folder / "lora", **options, lora_rank=2, sft_steps=1)
