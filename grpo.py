@@ -469,6 +469,8 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
+    if not logits.amax(2).isfinite().all():
+        raise ValueError("the model's logits are not finite")
     # Indices of unfinished completions; logits, mask and cache have a row for each.
     live = torch.arange(num_completions, device=eos.device)
     prompt_of = live // num_generations
@@ -581,7 +583,7 @@ class Run:
     optimizer: torch.optim.Optimizer | None  # None: this run only evaluates
     reward_functions: dict[str, tuple[Callable, float]]  # name: (function, weight)
     reference: torch.nn.Module | None = None  # needed unless beta is 0
-    reference_context: Callable = contextlib.nullcontext  # while the reference runs
+    reference_context: Callable = contextlib.nullcontext  # LoRA: switches adapters off
     step_reward: Callable | None = None
     logprobs: Callable = token_logprobs  # or a faster one, such as `sliced_logprobs`
 
@@ -721,7 +723,7 @@ def score_steps(run, columns, length):
         step_ends.append(ends)
     columns["steps"] = steps
     returned = run.step_reward(**columns)
-    if len(returned) != len(steps):
+    if not isinstance(returned, list) or len(returned) != len(steps):
         raise Error(f"step reward must return a list of {len(steps)} lists")
     step_rewards = []
     for values, texts in zip(returned, steps):
@@ -763,7 +765,8 @@ def scheduled_learning_rate(config, step):
     factor = min(1.0, step / max(1, config.warmup_steps))
     if config.lr_scheduler_type == "linear":
         steps_of_decay = max(1, config.max_steps - config.warmup_steps)
-        factor *= min(1.0, (config.max_steps - step + 1) / steps_of_decay)
+        steps_left = config.max_steps - step + 1  # with this one
+        factor *= min(1.0, steps_left / steps_of_decay)
     return config.learning_rate * factor
 
 
@@ -843,9 +846,11 @@ def optimizer_step(run, batch):
             metrics[name] += mean.item() * share
 
     parameters = [x for part in run.optimizer.param_groups for x in part["params"]]
+    # A weight that the model does not use has no gradient. AdamW would make no state
+    # for it, and checkpoints would lack that.
     for x in parameters:
-        if x.grad is None:  # not used by the model: AdamW would make no state for it,
-            x.grad = torch.zeros_like(x)  # and checkpoints would lack that
+        if x.grad is None:
+            x.grad = torch.zeros_like(x)
     grad_norm = clip_grad_norm_(parameters, config.max_grad_norm or math.inf)
     if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()  # over the shards of all ranks
@@ -989,6 +994,7 @@ SPELLINGS = [
     (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"[$€£%]", ""),
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),  # 1,000 -> 1000
+    (r" ?([<>!]=) ?", r"\1"),  # x >= 1 -> x>=1
 ]
 PLAIN_NUMBER = r"(-?)(?:(\d+) (?=\d+/))?([\d.]+(?:/\d+)?(?:e[-+]?\d{1,3})?)"  # -2 1/2
 
@@ -1074,7 +1080,7 @@ def load_rewards(specs):
     """{name: (function, weight)} for the arguments of --reward, NAME or NAME=WEIGHT."""
     rewards = {}
     for spec in specs:
-        name, weight = re.fullmatch(r"(.*?)(?:=([-+.\de]+))?", spec).groups()
+        name, weight = re.fullmatch(r"(.*?)(?:=([-+.\deE]+))?", spec).groups()
         rewards[name] = load_function(name), float(weight or 1)
     return rewards
 
@@ -1808,8 +1814,12 @@ def heed_signals():
     Yields the list of signals received, which is empty at first."""
     received, previous = [], {}
 
+    def restore_handlers():
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
     def stop(number, frame):
-        signal.signal(number, previous[number])
+        restore_handlers()
         received.append(number)
         print0("stopping after this step; again to stop at once")
 
@@ -1818,8 +1828,7 @@ def heed_signals():
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore_handlers()
 
 
 # ------------------------------------------------------------------------- command line

@@ -1290,6 +1290,7 @@ ANSWERS = [
     (r"\boxed{m+n=293}", "293", True, 1),
     (r"\boxed{x=1, y=2}", "2", True, 0),
     (r"\boxed{x >= 3}", "3", True, 0),
+    (r"\boxed{x>=3}", "x >= 3", True, 1),
     # Units stay words in a box, and a percent sign is no division by 100.
     (r"\boxed{5 cm}", "5", True, 0),
     (r"\boxed{5\text{ cm}}", "5 cm", True, 1),
@@ -2052,6 +2053,7 @@ def test_a_second_signal_has_its_usual_effect():
         signal.raise_signal(signal.SIGINT)
         assert received == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is usual
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.slow
