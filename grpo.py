@@ -745,13 +745,13 @@ def score_steps(run, columns, length):
 def reasoning_steps(tokenizer, ids):
     """The reasoning steps of a completion, its non-blank lines: a list of their texts
     and a list of the indices of their last tokens. What follows the last line, such as
-    EOS, belongs to it, and a blank line to the step after it."""
+    EOS, belongs to it."""
     texts, ends = [], []
     start = 0
     for i, token in enumerate(ids):
         if "\n" in tokenizer.decode([token]) or i == len(ids) - 1:
             text = tokenizer.decode(ids[start : i + 1], skip_special_tokens=True)
-            if text.strip():
+            if text.strip():  # else a blank line, which joins the step after it
                 texts.append(text.strip())
                 ends.append(i)
                 start = i + 1
@@ -782,6 +782,7 @@ def update(run, batch, learning_rate):
     num_updates = config.num_iterations * config.num_mini_batches
     if num_updates > 1:  # in the only update, the policy is still the one that sampled
         batch.old_logp = fixed_logprobs(run, run.policy, batch)
+    # `num_mini_batches` divides the number of prompts: each part has whole groups.
     mini_batches = torch.arange(len(batch.mask)).chunk(config.num_mini_batches)
     metrics = defaultdict(float)
     for _ in range(config.num_iterations):
@@ -841,6 +842,7 @@ def optimizer_step(run, batch):
             gap = (old_logp - micro.sampled_logp).abs()
             means["sampling_gap"] = masked_mean(gap, micro.mask)
         metrics["loss"] += loss.item()
+        # Means over this micro-batch, times its share, add up to those over all.
         share = micro.mask.sum().item() / tokens_per_rank
         for name, mean in means.items():
             metrics[name] += mean.item() * share
@@ -983,9 +985,10 @@ def gold_answer(answer):
     return text
 
 
-# What `normalise` replaces, in this order.
-ARGUMENT = r" ?(?:{(-?\d+)}|(\d))"  # {12} or 1; one of its two groups is empty
-SPELLINGS = [
+# An argument of \frac, {12} or 1, has two groups, of which one is empty: \1\2 is then
+# the numerator, and \3\4 the denominator.
+ARGUMENT = r" ?(?:{(-?\d+)}|(\d))"
+SPELLINGS = [  # what `normalise` replaces, in this order
     (r"[−–]", "-"),  # other minus signs
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
@@ -994,9 +997,11 @@ SPELLINGS = [
     (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"[$€£%]", ""),
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),  # 1,000 -> 1000
-    (r" ?([<>!]=) ?", r"\1"),  # x >= 1 -> x>=1
+    (r" ?(,|[<>!]=) ?", r"\1"),  # (1, 2) -> (1,2) and x >= 1 -> x>=1
 ]
-PLAIN_NUMBER = r"(-?)(?:(\d+) (?=\d+/))?([\d.]+(?:/\d+)?(?:e[-+]?\d{1,3})?)"  # -2 1/2
+PLAIN_NUMBER = (
+    r"\+?(-?)(?:(\d+) (?=\d+/))?([\d.]+(?:/\d+)?(?:e[-+]?\d{1,3})?)"  # -2 1/2
+)
 
 
 def normalise(text):
@@ -1283,7 +1288,8 @@ def prepare_training(run, name, dtype):
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-    # AdamW needs float32 weights, and FSDP2 makes the bfloat16 ones that run.
+    # On several ranks FSDP2 shards the weights. On one, it only makes the bfloat16
+    # weights that run, while AdamW updates float32 ones.
     if WORLD_SIZE > 1 or dtype == torch.bfloat16:
         shard(policy, dtype, keep_gathered=True, frozen=frozen)
     policy.to(DEVICE)
@@ -1504,7 +1510,10 @@ def append_row(config, name, row):
 
 def drop_rows_after(config, step):
     """Removes from the logs what a killed run has logged after its last checkpoint."""
-    for path in Path(config.output_dir).glob("*.jsonl"):
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        path = Path(config.output_dir, name)
+        if not path.exists():
+            continue
         kept = []
         for line in path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # a line cut off by a kill
@@ -1716,8 +1725,9 @@ def train(run, rows, eval_rows, report, signals=()):
     config = run.config
     step = restore(run)
     if RANK == 0:
-        # They are logged again; without a checkpoint, those of step 0, too.
-        drop_rows_after(config, step if step > 0 else -1)
+        # They are logged again; without a checkpoint, the row of step 0, too.
+        last_kept = step if step > 0 else -1
+        drop_rows_after(config, last_kept)
     evaluates = bool(eval_rows) and (config.eval_every > 0 or config.max_steps == 0)
     if step == 0 and evaluates:
         metrics = evaluate(run, eval_rows, step)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 the grpo.py authors
-"""The tests of grpo.py. They run on a CPU and offline:
+"""The tests of grpo.py. They run on a CPU (hide GPUs by CUDA_VISIBLE_DEVICES=) and
+offline:
 
     python -m pytest -ra                 # everything; -ra says why a test was skipped
     python -m pytest -m "not slow"       # without whole runs and processes
@@ -166,7 +167,7 @@ def test_course_the_smaller_surrogate_counts(new, old, advantage, ratio, surroga
     assert found.item() == pytest.approx(surrogate, abs=5e-5)  # 4 decimals
 
 
-def test_course_dapo_clips_later_above_1():
+def test_course_dapo_has_a_wider_clip_range_above_1():
     """epsilon_high of DAPO (arXiv:2503.14476), section 3.1."""
     ratio = torch.tensor([[1.4, 0.4]])
     surrogate = grpo.clipped_surrogate(ratio, torch.tensor([[1.0, -1.0]]), 0.2, 0.28)
@@ -350,11 +351,20 @@ def test_course_greedy_completions_follow_the_largest_probabilities():
     prompt_ids = torch.tensor([[0], [1], [2]])
     prompt_mask = torch.ones(3, 1, dtype=torch.bool)
     model = TableModel(ODDS).eval()
-    ids, logp = grpo.generate(model, prompt_ids, prompt_mask, 1, 4, 1, temperature=0)
+    ids, logp = grpo.generate(
+        model,
+        prompt_ids,
+        prompt_mask,
+        num_generations=1,
+        max_completion_length=4,
+        eos_token_ids=1,
+        temperature=0,
+    )
     # 0 -> 2 -> 1, 1 -> 2 -> 1 and 2 -> 1; rows are padded with the EOS
     assert ids.tolist() == [[2, 1, 1, 1], [2, 1, 1, 1], [1, 1, 1, 1]]
     probs = [9 / 14, 9 / 14, 16 / 21, 9 / 14, 9 / 14]
-    assert logp[[0, 0, 1, 1, 2], [0, 1, 0, 1, 0]].exp().tolist() == pytest.approx(probs)
+    mask = grpo.completion_mask(ids, eos_token_ids=1)
+    assert logp[mask].exp().tolist() == pytest.approx(probs)
 
 
 @pytest.mark.parametrize(
@@ -464,8 +474,9 @@ def test_course_the_defaults_are_those_of_deepseekmath():
     assert (config.beta, config.learning_rate, config.num_iterations) == (0.04, 1e-6, 1)
     assert (config.epsilon, config.num_generations) == (0.2, 8)
     assert (config.loss_type, config.scale_rewards) == ("grpo", "group")
-    for name, parameter in inspect.signature(grpo.grpo_loss).parameters.items():
-        assert parameter.default == getattr(config, name, parameter.default), name
+    defaults = inspect.signature(grpo.grpo_loss).parameters
+    for name in ("beta", "epsilon", "epsilon_high", "importance_sampling_level"):
+        assert defaults[name].default == getattr(config, name)
 
 
 # ----------------------------------------------------------------------- shared helpers
@@ -810,8 +821,9 @@ def test_sample_reaches_each_of_150_000_improbable_tokens(monkeypatch):
     logits[0, 0] = 18.8  # the other tokens have 1 in 1000 together
     probs = logits.softmax(1).double()
     cdf = probs.cumsum(1) / probs.sum()
-    draw = cdf[:, 99_998:100_000].mean(1, keepdim=True)
-    monkeypatch.setattr(torch, "rand_like", lambda x: draw.to(x))
+    # A draw between the cdf of the token before and its own selects a token.
+    draw = (cdf[:, [99_998]] + cdf[:, [99_999]]) / 2
+    monkeypatch.setattr(torch, "rand_like", lambda total: draw)
     assert grpo.sample(logits)[0] == 99_999
 
 
@@ -849,8 +861,10 @@ SLICED_KINDS = ["qwen2", "qwen2-untied", "gpt2", "mistral", "lfm2"]
     [(grpo.token_logprobs, kind) for kind in [*SLICED_KINDS, "gemma2"]]
     + [(grpo.sliced_logprobs, kind) for kind in SLICED_KINDS],
 )
-def test_log_probs_are_those_of_one_pass_a_row(logprobs, kind, monkeypatch):
-    """And their gradients. The slices are of 64, 64 and 22 tokens of the vocabulary."""
+def test_log_probs_and_gradients_are_those_of_unpadded_rows(
+    logprobs, kind, monkeypatch
+):
+    """Slices of the vocabulary have 64, 64 and 22 tokens."""
     monkeypatch.setattr(grpo.SlicedLogSoftmax, "logits_at_once", 1)
     model, factors = tiny_model(kind), torch.randn(6, 6)
     results = []
@@ -928,7 +942,7 @@ def test_gradient_checkpointing_saves_memory_and_changes_nothing_else():
     assert saved_bytes[1] < 0.5 * saved_bytes[0]
 
 
-def test_padding_is_an_ordinary_token():
+def test_pad_fills_with_a_valid_token_id():
     ids, mask = grpo.pad([[5, 6], [7]], "left")
     assert ids.tolist() == [[5, 6], [5, 7]]
     assert mask.tolist() == [[True, True], [False, True]]
@@ -970,12 +984,11 @@ def slow_update(run, batch, loss_options):
 
 @loss_types
 @ratio_levels
-@pytest.mark.parametrize(
-    "passes, parts, num_calls", [(1, 1, 6), (2, 1, 12), (1, 2, 10)]
-)
-def test_an_update_is_that_of_plain_loops(loss_type, level, passes, parts, num_calls):
-    """In passes over a number of mini-batches (parts), in micro-batches of 2
-    completions, in a narrow clip range."""
+@pytest.mark.parametrize("num_iterations, num_mini_batches", [(1, 1), (2, 1), (1, 2)])
+def test_an_update_is_that_of_plain_loops(
+    loss_type, level, num_iterations, num_mini_batches
+):
+    """Here in micro-batches of 2 completions and in a narrow clip range."""
     loss_options = {
         "importance_sampling_level": level,
         "epsilon": 0.01,
@@ -989,8 +1002,8 @@ def test_an_update_is_that_of_plain_loops(loss_type, level, passes, parts, num_c
         temperature=0.7,
         max_completion_length=9,  # more than any completion has
         loss_type=loss_type,
-        num_iterations=passes,
-        num_mini_batches=parts,
+        num_iterations=num_iterations,
+        num_mini_batches=num_mini_batches,
         micro_batch_size=2,
         max_grad_norm=0.01,
         **loss_options,
@@ -1000,19 +1013,38 @@ def test_an_update_is_that_of_plain_loops(loss_type, level, passes, parts, num_c
     batch = rollout_batch([0.3, -1.0, 0.5, -0.7, 1.0, 2.0])
     batch.sampled_logp = torch.randn(6, 6)
     expected = slow_update(slow_run, batch, loss_options)
-    run.logprobs = mock.Mock(side_effect=grpo.token_logprobs)
     metrics = grpo.update(run, batch, learning_rate=1e-3)
-    # The reference takes 3 calls of log-probs, and a pass 3, or 2 for each of 2 parts.
-    # Only several updates need old log-probs, in 3 more calls.
-    assert run.logprobs.call_count == num_calls
     expected |= {"skipped": 0, "learning_rate": 1e-3}
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    assert (metrics["clip_fraction"] > 0.02) == (passes * parts > 1)
+    num_updates = num_iterations * num_mini_batches
+    assert (metrics["clip_fraction"] > 0.02) == (num_updates > 1)
     moments = run.optimizer.state_dict()["state"]
     for i, slow_moments in slow_run.optimizer.state_dict()["state"].items():
         grad, slow_grad = moments[i]["exp_avg"], slow_moments["exp_avg"]
         # A few optimizer steps multiply the rounding of the first.
         assert (grad - slow_grad).norm() <= 0.01 * slow_grad.norm()
+
+
+@pytest.mark.parametrize(
+    "num_iterations, num_mini_batches, num_calls",
+    [
+        (1, 1, 3 + 3),  # reference and policy, in 3 micro-batches each
+        (2, 1, 3 + 3 + 2 * 3),  # reference, old policy, two passes
+        (1, 2, 3 + 3 + 2 * 2),  # two mini-batches, of 2 micro-batches each
+    ],
+)
+def test_old_log_probs_are_computed_only_for_several_optimizer_steps(
+    num_iterations, num_mini_batches, num_calls
+):
+    run = core_run(
+        tiny_model(),
+        num_iterations=num_iterations,
+        num_mini_batches=num_mini_batches,
+        micro_batch_size=2,
+    )
+    run.logprobs = mock.Mock(side_effect=grpo.token_logprobs)
+    grpo.update(run, rollout_batch(), learning_rate=1e-3)
+    assert run.logprobs.call_count == num_calls
 
 
 def test_an_update_whose_gradient_is_not_finite_is_skipped():
@@ -1025,7 +1057,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped():
     assert grpo.update(run, rollout_batch(), learning_rate=1e-2)["skipped"] == 0
 
 
-def test_a_weight_without_a_gradient_has_a_state_to_resume_from():
+def test_an_unused_weight_gets_an_optimizer_state():
     """As in an idle vision tower."""
     policy = tiny_model()
     policy.unused = torch.nn.Parameter(torch.ones(3))
@@ -1066,14 +1098,18 @@ def test_learning_rates_warm_up_and_then_stay_or_decay_to_0():
     assert linear == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
 
 
-def test_prompts_come_in_shuffled_epochs_and_depend_on_the_step_alone():
-    """An incomplete batch, here of one of 10 prompts, is dropped."""
-    steps = [grpo.prompt_batch(range(10), step, 3, seed=5) for step in range(6, 0, -1)]
-    steps.reverse()
+def test_each_epoch_is_shuffled_anew_and_drops_an_incomplete_batch():
+    steps = [grpo.prompt_batch(range(10), step, 3, seed=5) for step in range(1, 7)]
     first, second = sum(steps[:3], []), sum(steps[3:], [])
-    assert len({*first}) == len({*second}) == 9
+    assert len(set(first)) == len(set(second)) == 9
     assert first != second and first != sorted(first)
-    assert grpo.prompt_batch(range(10), 1, 3, seed=6) != steps[0]
+
+
+def test_the_prompts_of_a_step_depend_on_seed_and_step_alone():
+    first = grpo.prompt_batch(range(10), 1, 3, seed=5)
+    grpo.prompt_batch(range(10), 2, 3, seed=5)
+    assert grpo.prompt_batch(range(10), 1, 3, seed=5) == first
+    assert grpo.prompt_batch(range(10), 1, 3, seed=6) != first
 
 
 def run_of_built_in_model(num_generations=4, **options):
@@ -1284,8 +1320,10 @@ ANSWERS = [
     ("pages 3–5", "5", True, 1),
     ("it is −5", -5, True, 1),
     (r"\boxed{- 5}", "-5", True, 1),
+    (r"\boxed{+5}", "5", True, 1),
     # A tuple is no number.
     (r"\boxed{(0,100)}", "100", True, 0),
+    (r"\boxed{(1,2)}", "(1, 2)", True, 1),
     # Of an equation, the right side counts, but not of several or of an inequality.
     (r"\boxed{m+n=293}", "293", True, 1),
     (r"\boxed{x=1, y=2}", "2", True, 0),
@@ -1434,7 +1472,8 @@ def test_a_judge_marks_an_answer_to_the_last_question_by_0_to_1_or_none(reply, m
         judge = grpo.load_function("judge:some/model")
     chat = [USER, ASSISTANT, {"role": "user", "content": "why {x}?"}]
     assert judge(messages=[chat], completions=["because"]) == [mark]
-    (((message,),),) = pipeline.call_args.args
+    chats = pipeline.call_args.args[0]
+    [message] = chats[0]
     assert re.match(r"(?s)why {x}\?\n.*\nbecause$", message["content"])
 
 
@@ -1572,16 +1611,16 @@ def test_a_chat_becomes_a_prompt_by_the_chat_template(chat, options, prompt):
 @pytest.mark.parametrize(
     "template, eos, expected",
     [
-        (CHATML, "<|im_end|>", "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>"),
+        (CHATML, "<|im_end|>", "<|im_start|>system\n"),
         (CHATML, "<eos>", "be kind\n1+1="),
-        (GLM, "<|user|>", "<|user|>\n1+1=<|assistant|>"),
+        (GLM, "<|user|>", "<|system|>\nbe kind"),
         (GLM, "<|assistant|>", "be kind\n1+1="),
     ],
 )
-def test_a_chat_template_must_end_answers_with_an_eos(template, eos, expected):
+def test_a_chat_template_is_used_if_it_ends_answers_by_an_eos(template, eos, expected):
     """Base models carry templates that they were not trained on."""
     row, _ = encoded([SYSTEM, USER], template, eos)
-    assert row["prompts"].removesuffix("assistant\n").endswith(expected)
+    assert row["prompts"].startswith(expected)
 
 
 def test_a_prompt_asks_for_a_box_and_an_open_answer_is_continued():
@@ -1802,7 +1841,7 @@ def trained_weights(run):
     return found
 
 
-def interrupted_steps():
+def sigterm_at_each_step():
     """Each training step begins with a SIGTERM."""
 
     def interrupt(*args):
@@ -1987,7 +2026,10 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
         expected = weight.to(getattr(torch, dtype))
         assert torch.equal(model.get_parameter(name), expected)
     size = (checkpoint / "model.safetensors").stat().st_size
-    assert size < 135_168 * expected.itemsize + 4000  # the header
+    num_weights = (
+        135_168  # see `grpo.tiny_model`; more if the tied one were twice there
+    )
+    assert size < num_weights * getattr(torch, dtype).itemsize + 4000  # the header
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer.decode(tokenizer.encode("12 + 3\n=")) == "12 + 3\n="
 
@@ -2032,7 +2074,7 @@ def test_small_updates_of_a_bfloat16_run_are_kept_in_float32(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gap", [0.5, math.nan])
-def test_a_model_that_samples_otherwise_than_it_trains_is_refused(tmp_path, gap):
+def test_a_run_stops_if_sampling_and_training_differ(tmp_path, gap):
     real_generate = grpo.generate
 
     def generate(*args):
@@ -2046,7 +2088,7 @@ def test_a_model_that_samples_otherwise_than_it_trains_is_refused(tmp_path, gap)
 
 
 # --------------------------------------------------------- signals, trackers and errors
-def test_a_second_signal_has_its_usual_effect():
+def test_the_first_signal_restores_the_usual_handlers():
     usual = signal.getsignal(signal.SIGINT)
     with grpo.heed_signals() as received:
         assert signal.getsignal(signal.SIGINT) is not usual
@@ -2059,7 +2101,7 @@ def test_a_second_signal_has_its_usual_effect():
 @pytest.mark.slow
 def test_a_signal_stops_a_run_that_the_same_process_resumes(tmp_path):
     options = {"reward": HASHED, "eval_every": 2}
-    with interrupted_steps(), pytest.raises(SystemExit) as stop:
+    with sigterm_at_each_step(), pytest.raises(SystemExit) as stop:
         new_run(tmp_path / "stopped", **options)
     # A text as the code of a SystemExit is printed, and the exit status is 1.
     hint = f"python grpo.py --resume {tmp_path}/stopped"
@@ -2106,7 +2148,9 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line(tmp_path, monkeypatch, options, message):
+def test_a_mistake_of_the_user_is_reported_in_one_line(
+    tmp_path, monkeypatch, options, message
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
     Path("one.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
@@ -2211,7 +2255,8 @@ def program_of_each_rank(folder):
         mock.patch.object(grpo.dist, "destroy_process_group"),
     ):
         new_run(folder / "whole", **options)
-        one_signal = interrupted_steps() if grpo.RANK else contextlib.nullcontext()
+        # Only the second rank gets a signal. Both must stop.
+        one_signal = sigterm_at_each_step() if grpo.RANK else contextlib.nullcontext()
         with one_signal, pytest.raises(SystemExit, match="stopped; go on"):
             new_run(folder / "stopped", **options)
         run_program(resume=folder / "stopped")
@@ -2259,7 +2304,7 @@ def test_a_signal_to_one_rank_stops_all_and_they_resume_bit_for_bit(two_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole", "lora"])
-def test_one_rank_goes_on_from_two(two_ranks, tmp_path, name):
+def test_a_checkpoint_of_two_ranks_resumes_on_one(two_ranks, tmp_path, name):
     folder = Path(grpo.shutil.copytree(two_ranks / name, tmp_path / name))
     run = run_program(resume=folder, max_steps=3)
     assert {int(x["step"]) for x in run.optimizer.state.values()} == {3}
