@@ -1725,7 +1725,7 @@ def train(run, rows, eval_rows, report, signals=()):
     config = run.config
     step = restore(run)
     if RANK == 0:
-        # They are logged again; without a checkpoint, the row of step 0, too.
+        # The steps after the checkpoint are logged again; without one, step 0 is, too.
         last_kept = step if step > 0 else -1
         drop_rows_after(config, last_kept)
     evaluates = bool(eval_rows) and (config.eval_every > 0 or config.max_steps == 0)
@@ -1742,7 +1742,8 @@ def train(run, rows, eval_rows, report, signals=()):
         metrics, columns = train_step(run, rows, step)
         metrics = mean_over_ranks(metrics)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        if step == 1 and not metrics["sampling_gap"] < MAX_SAMPLING_GAP:  # or NaN
+        gap = metrics["sampling_gap"] * config.temperature  # that of undivided logits
+        if step == 1 and not gap < MAX_SAMPLING_GAP:  # or NaN
             raise Error(
                 "--model: log-probs of sampling and of training differ by "
                 f"{metrics['sampling_gap']:.2g} nats per token: it cannot be trained"
