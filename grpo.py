@@ -98,8 +98,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-__version__ = "1.0.0"
-
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 HAS_BFLOAT16 = ON_GPU and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -1295,7 +1293,7 @@ def prepare_training(run, name, dtype):
     policy.to(DEVICE)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     run.optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
-    # The weights that run are gathered again from those that it has changed.
+    # After its step the weights that run must be gathered again.
     run.optimizer.register_step_post_hook(lambda *_: drop_gathered(policy))
 
 
@@ -1742,7 +1740,7 @@ def train(run, rows, eval_rows, report, signals=()):
         metrics, columns = train_step(run, rows, step)
         metrics = mean_over_ranks(metrics)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        gap = metrics["sampling_gap"] * config.temperature  # that of undivided logits
+        gap = metrics["sampling_gap"] * config.temperature  # without dividing logits
         if step == 1 and not gap < MAX_SAMPLING_GAP:  # or NaN
             raise Error(
                 "--model: log-probs of sampling and of training differ by "
@@ -1896,5 +1894,5 @@ def main(argv=None):
             dist.destroy_process_group()
 
 
-if __name__ == "__main__" and "__file__" in globals():  # not pasted into a notebook
+if __name__ == "__main__":
     main()

@@ -844,6 +844,13 @@ def test_generate_records_the_log_probs_that_training_computes(kind, temperature
     assert_close(logp, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_model_whose_logits_are_nan_does_not_sample():
+    model = tiny_model()
+    torch.nn.init.constant_(model.get_input_embeddings().weight, math.nan)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        grpo.generate(model, *PROMPTS, 1, 1, 1)
+
+
 def test_prompts_padded_on_the_right_are_refused():
     prompt_ids, prompt_mask, *completions = ragged_batch()
     prompts = prompt_ids.flip(1), prompt_mask.flip(1)
@@ -1193,6 +1200,15 @@ def test_reasoning_steps_are_the_lines_that_are_not_blank(text, expected):
     tokenizer = grpo.tiny_tokenizer()
     texts, ends = grpo.reasoning_steps(tokenizer, tokenizer.encode(text))
     assert list(zip(texts, ends)) == expected
+
+
+@pytest.mark.parametrize("returned", [None, [[1, 2]], [[1, 2], []], [[1, None], [2]]])
+def test_a_step_reward_must_return_a_number_for_each_reasoning_step(returned):
+    run = run_of_built_in_model(num_generations=2)
+    run.step_reward = lambda **columns: returned
+    ids = [run.tokenizer.encode(text) for text in ("1+1\n2<eos>", "2")]
+    with pytest.raises(grpo.Error, match="^step reward"):
+        grpo.score_steps(run, {"completion_ids": ids}, length=7)
 
 
 def test_step_rewards_become_advantages_up_to_the_end_of_their_step():
@@ -1879,6 +1895,12 @@ def test_each_completion_is_logged_with_its_reward(tmp_path):
         assert sample["reward"] == pytest.approx(reward)
 
 
+def test_a_column_of_the_data_does_not_replace_the_step_in_the_log(tmp_path):
+    columns = {"prompts": ["1"], "completions": ["2"], "reward": [1.0], "step": ["a"]}
+    grpo.log_completions(grpo.Config(output_dir=str(tmp_path)), 3, columns)
+    assert logged(tmp_path, "completions.jsonl")[0]["step"] == 3
+
+
 def test_each_seed_step_and_rank_draws_other_numbers(monkeypatch):
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     draws = set()
@@ -2008,7 +2030,9 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, options):
     with open(folder / "metrics.jsonl", "a") as log:
         log.write('{"step": 1, "cut off')
     (folder / "partial" / "stale.safetensors").touch()
+    (folder / "mine.jsonl").write_text('{"of": "the user"}')
     run_program(resume=folder)
+    assert (folder / "mine.jsonl").read_text() == '{"of": "the user"}'
     run_program(**options, output_dir=tmp_path / "whole")
     assert outcome_of(folder) == outcome_of(tmp_path / "whole")
 
@@ -2073,8 +2097,9 @@ def test_small_updates_of_a_bfloat16_run_are_kept_in_float32(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gap", [0.5, math.nan])
-def test_a_run_stops_if_sampling_and_training_differ(tmp_path, gap):
+@pytest.mark.parametrize("gap, temperature", [(0.5, 1), (math.nan, 1), (0.05, 4)])
+def test_a_run_stops_if_sampling_and_training_differ(tmp_path, gap, temperature):
+    """By 0.1 nats at temperature 1. Log-probs at temperature 4 are closer."""
     real_generate = grpo.generate
 
     def generate(*args):
@@ -2083,13 +2108,16 @@ def test_a_run_stops_if_sampling_and_training_differ(tmp_path, gap):
 
     edited = mock.patch.object(grpo, "generate", generate)
     with edited, pytest.raises(SystemExit, match="sampling and of training differ by"):
-        new_run(tmp_path)
+        new_run(tmp_path, temperature=temperature)
     assert not (tmp_path / "metrics.jsonl").exists()  # at the first step
 
 
 # --------------------------------------------------------- signals, trackers and errors
 def test_the_first_signal_restores_the_usual_handlers():
     usual = signal.getsignal(signal.SIGINT)
+    with grpo.heed_signals():
+        pass
+    assert signal.getsignal(signal.SIGINT) is usual
     with grpo.heed_signals() as received:
         assert signal.getsignal(signal.SIGINT) is not usual
         signal.raise_signal(signal.SIGINT)
