@@ -749,10 +749,10 @@ def reasoning_steps(tokenizer, ids):
     for i, token in enumerate(ids):
         if "\n" in tokenizer.decode([token]) or i == len(ids) - 1:
             text = tokenizer.decode(ids[start : i + 1], skip_special_tokens=True)
-            if text.strip():  # else a blank line, which joins the step after it
+            if text.strip():
                 texts.append(text.strip())
                 ends.append(i)
-                start = i + 1
+            start = i + 1
     if ends:
         ends[-1] = len(ids) - 1
     return texts, ends
@@ -1565,10 +1565,12 @@ def save(run, folder, state=None):
             weights.pop(name, None)
         if not run.config.lora_rank:
             dtype = getattr(torch, run.config.dtype)
-            policy.config.dtype = dtype
             for name, x in weights.items():
                 weights[name] = x.to(dtype) if x.is_floating_point() else x
         policy.save_pretrained(partial, state_dict=weights)
+        if not run.config.lora_rank:
+            policy.config.dtype = dtype  # it wrote that of the float32 weights
+            policy.config.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
     if state:
         dcp.save(state, checkpoint_id=partial / "state")  # waits for all ranks

@@ -2046,6 +2046,7 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
     load = AutoModelForCausalLM.from_pretrained
     model, info = load(checkpoint, output_loading_info=True)
     assert not any(info.values()) and model.config.architectures
+    assert model.dtype == getattr(torch, dtype)  # that of config.json
     for name, weight in trained_weights(run).items():
         expected = weight.to(getattr(torch, dtype))
         assert torch.equal(model.get_parameter(name), expected)
