@@ -151,9 +151,7 @@ class Config:
 
     # Data
     data: str = option("", "JSONL file; default: built-in sums")
-    eval_data: str = option(
-        "", "JSONL file to evaluate; default: a tenth of the data, at most 64 rows"
-    )
+    eval_data: str = option("", "JSONL file; default: a tenth of data, up to 64 rows")
     reward: list[str] = field(
         default_factory=lambda: ["accuracy"],
         metadata={
@@ -162,9 +160,7 @@ class Config:
         },
     )
     step_reward: str = option("", "FILE.py:FUNCTION that scores the reasoning steps")
-    prompt_template: str = option(
-        "", r"wraps {question}; by default, accuracy and math ask for a \boxed{}"
-    )
+    prompt_template: str = option("", "wraps {question}; accuracy and math have one")
     system_prompt: str = option("", "system message for prompts that have none")
     chat_template_kwargs: str = option("{}", "JSON: '{\"enable_thinking\": false}'")
     max_prompt_length: int = option(512, "in tokens; longer prompts are left out")
@@ -175,9 +171,7 @@ class Config:
         "bfloat16" if HAS_BFLOAT16 else "float32",
         "dtype of the model; AdamW always updates float32 weights",
     )
-    gradient_checkpointing: bool = option(
-        False, "compute layers again in the backward pass, to save memory"
-    )
+    gradient_checkpointing: bool = option(False, "run layers twice, to save memory")
     lora_rank: int = option(0, "above 0: train only adapters of this rank (peft)")
     sft_steps: int = option(0, "supervised steps on the data's solutions before GRPO")
     sft_learning_rate: float = option(1e-5, "learning rate of the supervised steps")
@@ -188,9 +182,7 @@ class Config:
     eval_every: int = option(50, "steps between evaluations and samples; 0: none")
     save_every: int = option(50, "steps between checkpoints; 0: only the last")
     save_total_limit: int = option(1, "checkpoints to keep, the newest; 0: all")
-    report_to: Literal["none", "wandb", "trackio"] = option(
-        "none", "experiment tracker, besides metrics.jsonl"
-    )
+    report_to: Literal["none", "wandb", "trackio"] = option("none", "tracker")
     run_id: str = option("", "by which a tracker resumes; default: a random one")
 
     def __post_init__(self):
@@ -213,11 +205,6 @@ class Config:
         if self.prompts_per_rank % self.num_mini_batches:
             raise Error(
                 f"--num-mini-batches must divide {self.prompts_per_rank} prompts"
-            )
-        if self.resume and not self.max_steps:
-            raise Error(
-                "--max-steps 0 goes with --model DIR/checkpoint-N and the options of "
-                "its prompts, not with --resume"
             )
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template must contain {question}")
@@ -279,16 +266,17 @@ def process_advantages(
     """
     advantages = torch.zeros(len(step_rewards), length)
     for start in range(0, len(step_rewards), num_generations):
-        group = step_rewards[start : start + num_generations]
-        pooled = torch.tensor([float(x) for rewards in group for x in rewards])
-        if len(pooled) < 2:  # a single reasoning step equals its mean
+        group = [  # (row, index of the last token, reward) of each reasoning step
+            (row, end, float(reward))
+            for row in range(start, start + num_generations)
+            for end, reward in zip(step_ends[row], step_rewards[row], strict=True)
+        ]
+        if len(group) < 2:  # a single reasoning step equals its mean
             continue
-        # All reasoning steps of the group are normalised as one group.
-        normalised = group_advantages(pooled, len(pooled), scale_rewards, eps)
-        num_steps = [len(rewards) for rewards in group]
-        for i, step_advantages in enumerate(normalised.split(num_steps), start):
-            for end, advantage in zip(step_ends[i], step_advantages, strict=True):
-                advantages[i, : end + 1] += advantage
+        rewards = torch.tensor([reward for _, _, reward in group])
+        normalised = group_advantages(rewards, len(group), scale_rewards, eps)
+        for (row, end, _), advantage in zip(group, normalised):
+            advantages[row, : end + 1] += advantage
     return advantages
 
 
@@ -608,8 +596,7 @@ def train_step(run, train_rows, step):
     )
     batch.advantages = advantages.to(DEVICE)[:, None].expand(batch.mask.shape)
     if run.step_reward:
-        length = batch.mask.shape[1]
-        process, scores["step_reward"] = score_steps(run, columns, length)
+        process = score_steps(run, columns, length=batch.mask.shape[1])
         batch.advantages = batch.advantages + process.to(DEVICE)
 
     # 5. Minimise -min(ratio A, clip(ratio) A) + beta KL.
@@ -618,6 +605,9 @@ def train_step(run, train_rows, step):
 
     groups = scores["reward"].float().view(len(rows), -1)  # (B, G)
     metrics |= {name: x.nanmean().item() for name, x in scores.items()}
+    if run.step_reward:
+        step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
+        metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
     metrics |= {
         "reward_std": groups.std(1).mean().item(),
         "zero_std_fraction": (groups == groups[:, :1]).all(1).float().mean().item(),
@@ -688,7 +678,14 @@ def score(run, columns, num_generations):
     size = len(columns["completions"])
     scores = {"reward": torch.zeros(size, dtype=torch.float64)}
     for name, (function, weight) in run.reward_functions.items():
-        rewards = reward_tensor(function(**columns), size, f"reward {name}")
+        returned = function(**columns)
+        try:
+            rewards = [math.nan if x is None else float(x) for x in returned]
+        except (TypeError, ValueError):
+            rewards = []
+        if len(rewards) != size:
+            raise Error(f"reward {name} returned {returned!r:.200}, not {size} numbers")
+        rewards = torch.tensor(rewards, dtype=torch.float64)
         groups = rewards.view(-1, num_generations)
         means = groups.nanmean(1, keepdim=True).nan_to_num()
         scores["reward"] += weight * groups.where(~groups.isnan(), means).view(-1)
@@ -696,48 +693,19 @@ def score(run, columns, num_generations):
     return scores
 
 
-def reward_tensor(values, size, source):
-    """Converts what a reward function returned to (size,) float64, with NaN for None.
-    Raises `Error` for anything but finite numbers; `source` names the function."""
-    try:
-        judged = [float(x) for x in values if x is not None]
-        valid = len(values) == size and all(map(math.isfinite, judged))
-    except (TypeError, ValueError, OverflowError):
-        valid = False
-    if not valid:
-        raise Error(f"{source} returned {values!r:.200}, not {size} finite numbers")
-    numbers = [math.nan if x is None else float(x) for x in values]
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 def score_steps(run, columns, length):
-    """Calls the step reward. Returns advantages (N, C = length) by process supervision
-    and the mean step reward of each completion, (N,). Adds the columns `steps` and
-    `step_rewards`."""
-    steps, step_ends = [], []
-    for ids in columns["completion_ids"]:
-        texts, ends = reasoning_steps(run.tokenizer, ids)
-        steps.append(texts)
-        step_ends.append(ends)
-    columns["steps"] = steps
-    returned = run.step_reward(**columns)
-    if not isinstance(returned, list) or len(returned) != len(steps):
-        raise Error(f"step reward must return a list of {len(steps)} lists")
-    step_rewards = []
-    for values, texts in zip(returned, steps):
-        rewards = reward_tensor(values, len(texts), "step reward")
-        if rewards.isnan().any():
-            raise Error("step reward returned None for a reasoning step")
-        step_rewards.append(rewards)
-    columns["step_rewards"] = [rewards.tolist() for rewards in step_rewards]
-    advantages = process_advantages(
-        step_rewards,
-        step_ends,
+    """Calls the step reward. Returns advantages (N, C = length) by process supervision.
+    Adds the columns `steps` and `step_rewards`."""
+    found = [reasoning_steps(run.tokenizer, ids) for ids in columns["completion_ids"]]
+    columns["steps"] = [texts for texts, _ in found]
+    columns["step_rewards"] = run.step_reward(**columns)
+    return process_advantages(
+        columns["step_rewards"],
+        [ends for _, ends in found],
         run.config.num_generations,
         length,
         run.config.scale_rewards,
     )
-    return advantages, torch.stack([rewards.mean() for rewards in step_rewards])
 
 
 def reasoning_steps(tokenizer, ids):
@@ -888,14 +856,11 @@ def accuracy_reward(completions, answer, finished=None, **columns):
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
         gold = normalise(gold_answer(answer[i]))
-        if gold in LETTERS:  # a letter with its text: B. Paris, (B) 12, \mathbf{B}
+        if gold in [*"abcdefghij"]:  # with its text: B. Paris, (B) 12, \mathbf{B}
             letter = re.match(r"[\\(a-z{]*?\b([A-J])[):.}]", found)
             found = letter[1] if letter else found
         scores.append(float(normalise(found) == gold))
     return scores
-
-
-LETTERS = set("abcdefghij")
 
 
 def math_reward(completions, answer, finished=None, **columns):
@@ -931,10 +896,11 @@ NUMBER = (
     r"\.?\d(?:[\d.,/:]*\d)?"
     r"(?:[eE][-+]?\d+)?"
 )
-# It is not the answer if it begins something else: 3\sqrt{2}, 3 + 4, 2 or 3, 2) Add.
-FOLLOWED_BY_MORE = r"[\w\\^(){]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b"
-ANSWER_IS = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
-NUMBER_ALONE = rf"(?>{NUMBER})(?!{FOLLOWED_BY_MORE})"  # (?>: never a shorter number
+# Not if it begins something else: 3\sqrt{2}, 3 + 4, 2 or 3, 2) Add.
+NUMBER_ALONE = (
+    rf"(?>{NUMBER})"  # (?>: never a shorter number
+    r"(?![\w\\^(){]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
+)
 
 
 def extract_answer(text, finished=True):
@@ -958,13 +924,12 @@ def extract_answer(text, finished=True):
         if box.strip(" ."):
             return box
     _, mark, rest = text.rpartition("####")
-    if mark:
-        rest = re.sub(ANSWER_IS, "", rest).strip(" *\n")
-        number = re.match(NUMBER_ALONE, rest)
-        if number and (finished or number.end() < len(rest)):  # not cut off
-            return number[0]
-        if finished and "\n" not in rest:  # else #### began a heading
-            return rest
+    rest = rest.strip(" *\n")
+    number = re.match(NUMBER_ALONE, rest)
+    if mark and number and (finished or number.end() < len(rest)):  # not cut off
+        return number[0]
+    if mark and finished and not re.search(r"[\d\n]", rest):  # words, no heading
+        return rest
     numbers = re.findall(NUMBER, text)
     return numbers[-1] if finished and numbers else ""
 
@@ -1100,9 +1065,7 @@ def load_function(name):
         raise Error(f"reward {name} is neither built in nor FILE.py:FUNCTION")
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = importlib.import_module(Path(path).stem)
-    if not os.path.samefile(getattr(module, "__file__", os.devnull), path):
-        raise Error(f"{path}: rename it, another module has this name")
-    if not callable(getattr(module, function, None)):
+    if not hasattr(module, function):
         raise Error(f"no function {function!r} in {path}")
     return getattr(module, function)
 
@@ -1507,7 +1470,8 @@ def append_row(config, name, row):
 
 
 def drop_rows_after(config, step):
-    """Removes from the logs what a killed run has logged after its last checkpoint."""
+    """Removes from the logs what a killed run has logged after its last checkpoint, or
+    everything if it has none (step 0)."""
     for name in ("metrics.jsonl", "completions.jsonl"):
         path = Path(config.output_dir, name)
         if not path.exists():
@@ -1515,7 +1479,7 @@ def drop_rows_after(config, step):
         kept = []
         for line in path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # a line cut off by a kill
-                if json.loads(line)["step"] <= step:
+                if step > 0 and json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
         replace_text(path, "".join(kept))
 
@@ -1708,8 +1672,6 @@ def set_up(config):
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     if longest + config.max_completion_length > positions:
         raise Error(f"--max-completion-length: the model has {positions} positions")
-    if not config.max_steps and not eval_rows:
-        raise Error("--max-steps 0: there are no rows to evaluate")
     first = (eval_rows + rows)[0]
     print0(f"the first prompt: {run.tokenizer.decode(first['prompt_ids'])!r}")
     return run, rows[RANK::WORLD_SIZE], eval_rows
@@ -1725,9 +1687,7 @@ def train(run, rows, eval_rows, report, signals=()):
     config = run.config
     step = restore(run)
     if RANK == 0:
-        # The steps after the checkpoint are logged again; without one, step 0 is, too.
-        last_kept = step if step > 0 else -1
-        drop_rows_after(config, last_kept)
+        drop_rows_after(config, step)
     evaluates = bool(eval_rows) and (config.eval_every > 0 or config.max_steps == 0)
     if step == 0 and evaluates:
         metrics = evaluate(run, eval_rows, step)
@@ -1823,23 +1783,18 @@ def evaluate(run, rows, step):
 def heed_signals():
     """Lets Ctrl-C and SIGTERM stop a run after its step, and a second one at once.
     Yields the list of signals received, which is empty at first."""
-    received, previous = [], {}
-
-    def restore_handlers():
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    received = []
 
     def stop(number, frame):
-        restore_handlers()
+        usual_handlers.close()
         received.append(number)
         print0("stopping after this step; again to stop at once")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, stop)
-    try:
+    with contextlib.ExitStack() as usual_handlers:  # puts them back at its end
+        for number in (signal.SIGINT, signal.SIGTERM):
+            usual_handlers.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(number, stop)
         yield received
-    finally:
-        restore_handlers()
 
 
 # ------------------------------------------------------------------------- command line

@@ -574,7 +574,6 @@ ratio_levels = pytest.mark.parametrize("level", ["token", "sequence"])
         ({"learning_rate": math.inf}, "^--learning-rate must be finite and at least 0"),
         ({"num_mini_batches": 3}, "--num-mini-batches must divide 8 prompts"),
         ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
-        ({"resume": "run", "max_steps": 0}, "--max-steps 0 goes with --model"),
     ],
     ids=str,
 )
@@ -1168,13 +1167,11 @@ def test_rewards_are_added_by_weight_and_none_counts_as_the_mean_of_its_group():
     assert second == pytest.approx([0.2, 0.1, math.nan, 4.0], nan_ok=True)
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [[1.0], [1.0] * 5, [1, 2, 3, math.nan], [1, 2, 3, "x"], None],
-)
-def test_a_reward_that_returns_anything_but_finite_numbers_is_an_error(returned):
-    with pytest.raises(grpo.Error, match="^reward mine returned .*, not 4 finite"):
-        grpo.reward_tensor(returned, 4, "reward mine")
+@pytest.mark.parametrize("returned", [[1.0], [1.0] * 5, [1, 2, 3, "x"], None])
+def test_a_reward_must_return_a_number_or_none_for_each_completion(returned):
+    run = SimpleNamespace(reward_functions={"mine": (lambda **_: returned, 1.0)})
+    with pytest.raises(grpo.Error, match="^reward mine returned .*, not 4 numbers"):
+        grpo.score(run, {"completions": ["a"] * 4}, num_generations=2)
 
 
 def test_columns_of_the_data_may_have_any_name():
@@ -1202,24 +1199,13 @@ def test_reasoning_steps_are_the_lines_that_are_not_blank(text, expected):
     assert list(zip(texts, ends)) == expected
 
 
-@pytest.mark.parametrize("returned", [None, [[1, 2]], [[1, 2], []], [[1, None], [2]]])
-def test_a_step_reward_must_return_a_number_for_each_reasoning_step(returned):
-    run = run_of_built_in_model(num_generations=2)
-    run.step_reward = lambda **columns: returned
-    ids = [run.tokenizer.encode(text) for text in ("1+1\n2<eos>", "2")]
-    with pytest.raises(grpo.Error, match="^step reward"):
-        grpo.score_steps(run, {"completion_ids": ids}, length=7)
-
-
 def test_step_rewards_become_advantages_up_to_the_end_of_their_step():
     run = run_of_built_in_model(num_generations=2)
     run.step_reward = lambda **columns: [np.array([0.0, 1.0]), [2], [1], ()]
     texts = ["1+1\n2<eos>", "2", "3<eos>", "<eos>"]
     columns = {"completion_ids": [run.tokenizer.encode(text) for text in texts]}
-    advantages, means = grpo.score_steps(run, columns, length=7)
+    advantages = grpo.score_steps(run, columns, length=7)
     assert columns["steps"] == [["1+1", "2"], ["2"], ["3"], []]
-    assert columns["step_rewards"] == [[0.0, 1.0], [2.0], [1.0], []]
-    assert means.tolist() == pytest.approx([0.5, 2.0, 1.0, math.nan], nan_ok=True)
     # Rewards 0, 1 and 2 of the first group have mean 1 and std 1. The group of a single
     # reasoning step has no advantage. Steps end at tokens 3 and 5, and at 0.
     expected = torch.zeros(4, 7)
@@ -1228,19 +1214,28 @@ def test_step_rewards_become_advantages_up_to_the_end_of_their_step():
     assert_close(advantages, expected)
 
 
+@pytest.mark.parametrize(
+    "step_rewards", [[[1.0]], [[1.0], [2.0]], [[1.0], [2.0, 3.0, 4.0]]]
+)
+def test_each_reasoning_step_needs_a_reward(step_rewards):
+    with pytest.raises((IndexError, ValueError)):
+        grpo.process_advantages(step_rewards, [[3], [2, 3]], 2, length=4)
+
+
 def test_a_step_trains_on_the_advantages_of_its_rewards_and_reasoning_steps():
     run = run_of_built_in_model(scale_rewards="none", warmup_steps=4, temperature=0.7)
-    run.step_reward = mock.Mock()
+    run.step_reward = lambda steps, **columns: [[2.0] * len(x) for x in steps]
     extra = torch.randn(8, 6)
     rows = [{"prompt_ids": [3, 12, 4]}, {"prompt_ids": [5, 12]}]
     with (
         mock.patch.object(grpo, "update", wraps=grpo.update) as update,
-        mock.patch.object(grpo, "score_steps", return_value=(extra, torch.ones(8))),
+        mock.patch.object(grpo, "process_advantages", return_value=extra),
     ):
         metrics, columns = grpo.train_step(run, rows, step=2)
     batch = update.call_args.args[1]
     advantages = grpo.group_advantages(torch.tensor(columns["reward"]), 4, "none")
     assert_close(batch.advantages, advantages[:, None] + extra)
+    assert metrics["step_reward"] == 2
     assert metrics["learning_rate"] == pytest.approx(0.5 * run.config.learning_rate)
     assert metrics["sampling_gap"] < 1e-5  # so both are at temperature 0.7
 
@@ -1514,7 +1509,7 @@ def test_rewards_are_loaded_with_their_weights():
     "spec, message",
     [
         ("fluency", "fluency is neither built in nor FILE.py:FUNCTION"),
-        (f"{__file__}:ANSWERS", "no function 'ANSWERS' in"),
+        (f"{__file__}:typo", "no function 'typo' in"),
         ("accuracy=nan", "accuracy=nan is neither built in nor FILE.py:FUNCTION"),
     ],
 )
@@ -2169,7 +2164,6 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     [
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
-        ({"max_steps": 0, "data": "one.jsonl"}, "--max-steps 0: there are no rows"),
         ({"max_completion_length": 40_000}, "--max-completion-length: .* positions"),
         ({"resume": "missing"}, "No such file.*missing/options.json"),
         ({"report_to": "wandb"}, "wandb.*: pip install wandb$"),
@@ -2182,7 +2176,6 @@ def test_a_mistake_of_the_user_is_reported_in_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
-    Path("one.jsonl").write_text('{"prompt": "1+1=", "answer": 2}')
     Path("theirs").mkdir()
     Path("theirs", "mine").touch()
     options = {**QUICK, "output_dir": "run", **options}
