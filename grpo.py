@@ -20,8 +20,7 @@ b*G+G-1 belong to prompt b; P prompt length (padded on the left); C completion l
 (padded on the right); V vocabulary size; H hidden size.
 
 Departures from the paper:
-  1) Equal rewards in a group have an advantage of exactly 0. By the formula, rounding
-     can give -0.4 to all of them, see `group_advantages`.
+  1) Equal rewards in a group have an advantage of exactly 0, not what rounding gives.
   2) The reference model stays fixed: the paper's outer iterations, I, are 1.
   3) A mini-batch is a number of whole groups, in the order in which they were sampled.
   4) Process supervision (rewards of reasoning steps) is added to outcome supervision
@@ -206,6 +205,8 @@ class Config:
             raise Error(
                 f"--num-mini-batches must divide {self.prompts_per_rank} prompts"
             )
+        if self.resume and not self.max_steps:
+            raise Error("--max-steps 0 evaluates a --model, not a run to --resume")
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template must contain {question}")
 
@@ -240,11 +241,11 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    # Equal rewards must have an advantage of exactly 0, but a rounded mean differs from
-    # them: for eight rewards of 0.1, r - mean and std are both 1e-8, and their ratio is
-    # -0.4. float() makes 0.1 + 0.2 and 0.3 equal. double() then makes the sum of equal
-    # float32 numbers exact, and so their mean.
-    groups = rewards.float().double().view(-1, num_generations)  # (B, G)
+    # Equal rewards must have an advantage of exactly 0. With a rounded mean, eight
+    # rewards of 0.1 would have 1e-8 / 1e-8, here -0.4.
+    rewards = rewards.float()  # 0.1 + 0.2 and 0.3 become equal
+    rewards = rewards.double()  # the sum of equal float32 numbers is exact in float64
+    groups = rewards.view(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
@@ -274,6 +275,7 @@ def process_advantages(
         if len(group) < 2:  # a single reasoning step equals its mean
             continue
         rewards = torch.tensor([reward for _, _, reward in group])
+        # All reasoning steps of the group are normalised together.
         normalised = group_advantages(rewards, len(group), scale_rewards, eps)
         for (row, end, _), advantage in zip(group, normalised):
             advantages[row, : end + 1] += advantage
@@ -372,9 +374,10 @@ def grpo_loss(
     arXiv:2512.02556), which is unbiased only with token-level ratios."""
     mask = mask.bool()
     weights = token_weights(mask) if weights is None else weights
-    # Masked log-probs may be infinite or NaN, and 0 * NaN is NaN: set them to 0.
-    # Without old_logp the ratio is exactly 1, and its gradient is that of logp.
+    # Without old_logp it is logp as a constant. The ratio exp(logp - constant) is then
+    # exactly 1, and its gradient is that of logp.
     old_logp = logp if old_logp is None else old_logp
+    # Masked log-probs may be infinite or NaN, and 0 * NaN is NaN: set them to 0.
     old_logp = old_logp.detach().where(mask, 0)
     logp = logp.where(mask, 0)
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
@@ -425,7 +428,7 @@ def sample(logits, temperature=1.0):
     total = cdf[:, -1:]  # 1, but for rounding
     draws = torch.rand_like(total) * total
     ids = torch.searchsorted(cdf, draws, right=True)  # (N, 1), the first cdf > draw
-    ids = ids.clamp(max=logits.shape[1] - 1)  # a draw may round up to the total
+    ids = ids.clamp(max=logits.shape[1] - 1)  # NaN logits give V, which is no token
     return ids[:, 0], probs.gather(1, ids)[:, 0].log()
 
 
@@ -455,9 +458,8 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    if not logits.amax(2).isfinite().all():
-        raise ValueError("the model's logits are not finite")
-    # Indices of unfinished completions; logits, mask and cache have a row for each.
+    # Indices of unfinished completions; logits, mask and cache have a row for each. The
+    # rows of finished ones in completion_ids keep their padding.
     live = torch.arange(num_completions, device=eos.device)
     prompt_of = live // num_generations
     logits, mask = logits[prompt_of], prompt_mask[prompt_of]
@@ -599,23 +601,23 @@ def train_step(run, train_rows, step):
         process = score_steps(run, columns, length=batch.mask.shape[1])
         batch.advantages = batch.advantages + process.to(DEVICE)
 
-    # 5. Minimise -min(ratio A, clip(ratio) A) + beta KL.
-    update_start = time.perf_counter()
-    metrics = update(run, batch, scheduled_learning_rate(config, step))
-
     groups = scores["reward"].float().view(len(rows), -1)  # (B, G)
-    metrics |= {name: x.nanmean().item() for name, x in scores.items()}
-    if run.step_reward:
-        step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
-        metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
+    metrics = {name: x.nanmean().item() for name, x in scores.items()}
     metrics |= {
         "reward_std": groups.std(1).mean().item(),
         "zero_std_fraction": (groups == groups[:, :1]).all(1).float().mean().item(),
         "completion_length": batch.mask.sum(1).double().mean().item(),
         "truncated_fraction": columns["finished"].count(False) / len(batch.mask),
-        "rollout_seconds": update_start - start,  # with reward functions
-        "update_seconds": time.perf_counter() - update_start,
+        "rollout_seconds": time.perf_counter() - start,  # with reward functions
     }
+    if run.step_reward:
+        step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
+        metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
+
+    # 5. Minimise -min(ratio A, clip(ratio) A) + beta KL.
+    start = time.perf_counter()
+    metrics |= update(run, batch, scheduled_learning_rate(config, step))
+    metrics["update_seconds"] = time.perf_counter() - start
     return metrics, columns | {name: x.tolist() for name, x in scores.items()}
 
 
@@ -667,7 +669,7 @@ def pad(sequences, side):
     zeros, and normalising zeros gives NaN gradients."""
     tensors = [torch.tensor(sequence, device=DEVICE) for sequence in sequences]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
-    mask = ids >= 0
+    mask = ids >= 0  # no token is -1
     return ids.masked_fill(~mask, sequences[0][0]), mask
 
 
@@ -683,11 +685,11 @@ def score(run, columns, num_generations):
             rewards = [math.nan if x is None else float(x) for x in returned]
         except (TypeError, ValueError):
             rewards = []
-        if len(rewards) != size:
+        if len(rewards) != size or any(map(math.isinf, rewards)):
             raise Error(f"reward {name} returned {returned!r:.200}, not {size} numbers")
         rewards = torch.tensor(rewards, dtype=torch.float64)
-        groups = rewards.view(-1, num_generations)
-        means = groups.nanmean(1, keepdim=True).nan_to_num()
+        groups = rewards.view(-1, num_generations)  # (B, G)
+        means = groups.nanmean(1, keepdim=True).nan_to_num()  # 0 if none was judged
         scores["reward"] += weight * groups.where(~groups.isnan(), means).view(-1)
         scores[f"rewards/{name}"] = rewards
     return scores
@@ -748,15 +750,14 @@ def update(run, batch, learning_rate):
     num_updates = config.num_iterations * config.num_mini_batches
     if num_updates > 1:  # in the only update, the policy is still the one that sampled
         batch.old_logp = fixed_logprobs(run, run.policy, batch)
-    # `num_mini_batches` divides the number of prompts: each part has whole groups.
+    # Equal parts of whole groups: `num_mini_batches` divides the number of prompts.
     mini_batches = torch.arange(len(batch.mask)).chunk(config.num_mini_batches)
-    metrics = defaultdict(float)
+    updates = []
     for _ in range(config.num_iterations):
         for indices in mini_batches:
-            means = optimizer_step(run, batch.select(indices))
-            for name, mean in means.items():
-                metrics[name] += mean / num_updates
-    return {**metrics, "learning_rate": learning_rate}
+            updates.append(optimizer_step(run, batch.select(indices)))
+    means = {name: sum(x[name] for x in updates) / num_updates for name in updates[0]}
+    return means | {"learning_rate": learning_rate}
 
 
 @torch.no_grad()
@@ -776,11 +777,12 @@ def optimizer_step(run, batch):
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
     # Metrics and the loss of "dapo" are means over the T tokens of all W ranks. Each
-    # rank divides its sums by T / W; the mean over ranks (of gradients by FSDP2, of
-    # metrics by `mean_over_ranks`) is then the sum of all divided by T.
-    tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
+    # rank divides its sums by T / W, not by its own number of tokens. The mean over
+    # ranks (of gradients by FSDP2, of metrics by `mean_over_ranks`) is then the sum
+    # over all ranks divided by T.
+    average_tokens = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
-        batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
+        batch.mask, config.loss_type, config.max_completion_length, average_tokens
     )
     metrics = defaultdict(float)
     for indices in batch.micro_batch_indices(config.micro_batch_size):
@@ -801,15 +803,10 @@ def optimizer_step(run, batch):
         )
         loss.backward()
         if micro.sampled_logp is not None:
-            # Sampling and training compute the same log-probs in two ways: token by
-            # token with a cache, and at once. They differ only by rounding, or one of
-            # the two is wrong for this model.
-            old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
-            gap = (old_logp - micro.sampled_logp).abs()
-            means["sampling_gap"] = masked_mean(gap, micro.mask)
-        metrics["loss"] += loss.item()
+            means["sampling_gap"] = sampling_gap(micro, logp.detach())
+        metrics["loss"] += loss.item()  # weighted already
         # Means over this micro-batch, times its share, add up to those over all.
-        share = micro.mask.sum().item() / tokens_per_rank
+        share = micro.mask.sum().item() / average_tokens
         for name, mean in means.items():
             metrics[name] += mean.item() * share
 
@@ -829,6 +826,14 @@ def optimizer_step(run, batch):
     run.optimizer.zero_grad()
     metrics["skipped"] = float(not is_finite)
     return metrics
+
+
+def sampling_gap(batch, logp):
+    """Mean distance of the log-probs of sampling (token by token, with a cache) from
+    those of training (at once), both by the policy that sampled. They differ only by
+    rounding, or one of the two is wrong for this model."""
+    old_logp = logp if batch.old_logp is None else batch.old_logp
+    return masked_mean((old_logp - batch.sampled_logp).abs(), batch.mask)
 
 
 def all_gather(value):
@@ -901,6 +906,7 @@ NUMBER_ALONE = (
     rf"(?>{NUMBER})"  # (?>: never a shorter number
     r"(?![\w\\^(){]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
 )
+ANSWER_IS = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
 
 
 def extract_answer(text, finished=True):
@@ -914,24 +920,27 @@ def extract_answer(text, finished=True):
     """
     text = re.sub("[−–]", "-", text)
     for start in reversed([match.end() for match in re.finditer(r"\\boxed{", text)]):
-        depth, end = 1, start  # of the braces, and behind the last one
-        while depth > 0 and end < len(text):
-            depth += (text[end] == "{") - (text[end] == "}")
-            end += 1
+        depth = 1
+        for brace in re.compile(r"\\.|[{}]").finditer(text, start):  # \{ is no brace
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                break
         if depth > 0:
             return ""  # cut off
-        box = text[start : end - 1]
+        box = text[start : brace.start()]
         if box.strip(" ."):
             return box
     _, mark, rest = text.rpartition("####")
-    rest = rest.strip(" *\n")
+    rest = re.sub(ANSWER_IS, "", rest).strip(" *\n")
     number = re.match(NUMBER_ALONE, rest)
-    if mark and number and (finished or number.end() < len(rest)):  # not cut off
+    if mark and number and (finished or number.end() < len(rest)):
         return number[0]
-    if mark and finished and not re.search(r"[\d\n]", rest):  # words, no heading
+    if not finished:
+        return ""
+    if mark and "\n" not in rest:  # else #### began a heading
         return rest
     numbers = re.findall(NUMBER, text)
-    return numbers[-1] if finished and numbers else ""
+    return numbers[-1] if numbers else ""
 
 
 def gold_answer(answer):
@@ -1190,12 +1199,13 @@ def load_tokenizer(name, model):
     tokenizer = (
         tiny_tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(name)
     )
-    eos = model.generation_config.eos_token_id  # may differ from the tokenizer's
-    eos = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
-    eos = [token for token in dict.fromkeys(eos) if token is not None]
-    if not eos:
+    of_model = model.generation_config.eos_token_id  # an id, a list or None
+    of_model = of_model if isinstance(of_model, list) else [of_model]
+    distinct = dict.fromkeys([tokenizer.eos_token_id, *of_model])
+    eos_token_ids = [token for token in distinct if token is not None]
+    if not eos_token_ids:
         raise Error(f"--model {name}: neither model nor tokenizer has an EOS token")
-    return tokenizer, eos
+    return tokenizer, eos_token_ids
 
 
 def build_run(config, name, reward_functions, step_reward=None):
@@ -1224,7 +1234,8 @@ def build_run(config, name, reward_functions, step_reward=None):
     )
     if config.max_steps:
         prepare_training(run, name, dtype)
-    policy.to(DEVICE)
+    else:
+        policy.to(DEVICE)
     return run
 
 
@@ -1435,19 +1446,15 @@ def print0(text):
 
 def claim_output_dir(config):
     """Makes the folder of the run and saves the options there. Returns the lock that
-    keeps other processes out."""
+    keeps other processes out; if another has it, an OSError says so."""
     folder = Path(config.output_dir)
-    lock = None
+    lock = filelock.FileLock(folder / "lock")
     if RANK == 0:
         folder.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in folder.iterdir()}
         if not config.resume and names - {"lock", "options.json"}:
             raise Error(f"{folder} is not empty: --resume it or choose another folder")
-        lock = filelock.FileLock(folder / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout as error:
-            raise Error(f"{folder} is in use by another process") from error
+        lock.acquire(timeout=0)
         replace_text(folder / "options.json", json.dumps(vars(config), indent=1))
     all_gather(None)  # wait until it is there
     return lock
@@ -1672,8 +1679,8 @@ def set_up(config):
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     if longest + config.max_completion_length > positions:
         raise Error(f"--max-completion-length: the model has {positions} positions")
-    first = (eval_rows + rows)[0]
-    print0(f"the first prompt: {run.tokenizer.decode(first['prompt_ids'])!r}")
+    for row in (eval_rows + rows)[:1]:
+        print0(f"the first prompt: {run.tokenizer.decode(row['prompt_ids'])!r}")
     return run, rows[RANK::WORLD_SIZE], eval_rows
 
 
@@ -1685,19 +1692,17 @@ def train(run, rows, eval_rows, report, signals=()):
     """Takes the steps that are left, and evaluates and saves in between. A signal stops
     it after a step, with a checkpoint. report: see `tracker`."""
     config = run.config
-    step = restore(run)
+    last_step = restore(run)
     if RANK == 0:
-        drop_rows_after(config, step)
+        drop_rows_after(config, last_step)
     evaluates = bool(eval_rows) and (config.eval_every > 0 or config.max_steps == 0)
-    if step == 0 and evaluates:
-        metrics = evaluate(run, eval_rows, step)
+    if last_step == 0 and evaluates:
+        metrics = evaluate(run, eval_rows, step=0)
         append_row(config, "metrics.jsonl", {"step": 0, **metrics})
         report(metrics, step=0)
     no_bar = RANK > 0 or config.max_steps == 0
-    bar = tqdm(initial=step, total=config.max_steps, disable=no_bar)
-    stopped = False
-    while step < config.max_steps and not stopped:
-        step += 1
+    bar = tqdm(initial=last_step, total=config.max_steps, disable=no_bar)
+    for step in range(last_step + 1, config.max_steps + 1):
         set_seed(config.seed, step)
         metrics, columns = train_step(run, rows, step)
         metrics = mean_over_ranks(metrics)
@@ -1724,9 +1729,10 @@ def train(run, rows, eval_rows, report, signals=()):
         if stopped or is_last or is_due(config.save_every, step, is_last):
             folder = Path(config.output_dir, f"checkpoint-{step}")
             save(run, folder, training_state(run))
+        if stopped:
+            bar.close()
+            sys.exit(f"stopped; go on: python grpo.py --resume {config.output_dir}")
     bar.close()
-    if stopped:
-        sys.exit(f"stopped; go on: python grpo.py --resume {config.output_dir}")
 
 
 def mean_over_ranks(metrics):

@@ -574,6 +574,7 @@ ratio_levels = pytest.mark.parametrize("level", ["token", "sequence"])
         ({"learning_rate": math.inf}, "^--learning-rate must be finite and at least 0"),
         ({"num_mini_batches": 3}, "--num-mini-batches must divide 8 prompts"),
         ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
+        ({"resume": "run", "max_steps": 0}, "--max-steps 0 evaluates a --model"),
     ],
     ids=str,
 )
@@ -841,13 +842,6 @@ def test_generate_records_the_log_probs_that_training_computes(kind, temperature
     with torch.no_grad():
         expected = grpo.token_logprobs(model, *prompts, ids, mask, temperature or 1.0)
     assert_close(logp, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_model_whose_logits_are_nan_does_not_sample():
-    model = tiny_model()
-    torch.nn.init.constant_(model.get_input_embeddings().weight, math.nan)
-    with pytest.raises(ValueError, match="logits are not finite"):
-        grpo.generate(model, *PROMPTS, 1, 1, 1)
 
 
 def test_prompts_padded_on_the_right_are_refused():
@@ -1167,7 +1161,9 @@ def test_rewards_are_added_by_weight_and_none_counts_as_the_mean_of_its_group():
     assert second == pytest.approx([0.2, 0.1, math.nan, 4.0], nan_ok=True)
 
 
-@pytest.mark.parametrize("returned", [[1.0], [1.0] * 5, [1, 2, 3, "x"], None])
+@pytest.mark.parametrize(
+    "returned", [[1.0], [1.0] * 5, [1, 2, 3, "x"], [math.inf] * 4, None]
+)
 def test_a_reward_must_return_a_number_or_none_for_each_completion(returned):
     run = SimpleNamespace(reward_functions={"mine": (lambda **_: returned, 1.0)})
     with pytest.raises(grpo.Error, match="^reward mine returned .*, not 4 numbers"):
@@ -1289,6 +1285,7 @@ ANSWERS = [
     (r"so \boxed{42} or 1", "42", True, 1),
     (r"So it is \boxed{7}. Put your final answer within \boxed{}.", "7", True, 1),
     ("\\boxed{6}\n#### 5", "6", True, 1),
+    (r"\boxed{\left\{x\right.}", r"\left\{x\right.", True, 1),
     (r"\boxed{5} no, it is \boxed{7", "5", True, 0),
     # What follows the last mark: a number and then anything, or words on one line.
     ("#### 72 clips", "72", True, 1),
@@ -1301,6 +1298,7 @@ ANSWERS = [
     ("#### yes", "yes", False, 0),
     ("#### 72 clips", "72", False, 1),
     (r"#### 3\sqrt{2}", "3", True, 0),
+    ("#### (1, 2)", "2", True, 0),
     ("5 of them\n#### New  York.", "new york", True, 1),
     ("#### Step 3: add\nThe answer is 72.", "72", True, 1),
     # The last number, unless the text was cut off. No other words are an answer.
@@ -2188,7 +2186,7 @@ def test_a_mistake_of_the_user_is_reported_in_one_line(
 def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
     config = grpo.Config(output_dir=str(tmp_path))
     lock = grpo.filelock.FileLock(tmp_path / "lock")
-    with lock, pytest.raises(grpo.Error, match="is in use by another process$"):
+    with lock, pytest.raises(OSError, match="lock' could not be acquired"):
         grpo.claim_output_dir(config)
     assert not (tmp_path / "options.json").exists()
 
