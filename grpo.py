@@ -957,14 +957,14 @@ def gold_answer(answer):
     return text
 
 
-# An argument of \frac, {12} or 1, has two groups, of which one is empty: \1\2 is then
-# the numerator, and \3\4 the denominator.
-ARGUMENT = r" ?(?:{(-?\d+)}|(\d))"
 SPELLINGS = [  # what `normalise` replaces, in this order
     (r"[−–]", "-"),  # other minus signs
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
-    (r"\\[dt]?frac" + ARGUMENT + ARGUMENT, r" \1\2/\3\4"),  # 2\frac{1}2 -> 2 1/2
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\frac ?(\d)", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
+    (r"\\frac ?({[^{}]*}) ?(\d)", r"\\frac\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
+    (r"\\frac ?{(-?\d+)} ?{(-?\d+)}", r" \1/\2"),  # 2\frac{1}{2} -> 2 1/2
     (r" ?(?:\\times|×|\\cdot) ?10\^{?(-?\d+)}?", r"e\1"),  # 3 \times 10^8 -> 3e8
     (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"[$€£%]", ""),

@@ -1313,6 +1313,7 @@ ANSWERS = [
     # Fractions and mixed numbers.
     (r"\boxed{-\dfrac{3}4}", "-0.75", True, 1),
     (r"\boxed{2\frac{1}{2}}", "2.5", True, 1),
+    (r"\boxed{\dfrac{\pi}2}", r"\frac{\pi}{2}", True, 1),
     ("The answer is 2 1/2.", "2.5", True, 1),
     ("The answer is 2 1/2.", "1/2", True, 0),
     (r"\boxed{1/0}", "0", True, 0),
