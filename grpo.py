@@ -560,9 +560,9 @@ class Run:
     A reward function gets keyword arguments, lists with one element per completion:
     `completions` (texts), `completion_ids`, `finished` (False where it was cut off at
     the length limit) and the columns of the data. It returns a list with a finite
-    number for each, or None for one that it does not judge, which then gets the mean of
-    its group. A step reward also gets `steps`, the reasoning steps of each completion,
-    and returns a list of numbers for each."""
+    number for each, or None (or NaN) for one that it does not judge, which then gets
+    the mean of its group. A step reward also gets `steps`, the reasoning steps of each
+    completion, and returns a list of numbers for each."""
 
     config: Config
     policy: torch.nn.Module  # the causal LM of transformers that is trained
