@@ -10,8 +10,7 @@ The first section is a course: GRPO worked out with numbers that fit on paper. R
 beside the first half of grpo.py. Sections, in order:
 
     worked course; shared helpers
-    GRPO: options, advantages and loss; TRL's loss; sampling and log-probs; the update;
-        the step
+    GRPO: options, advantages and loss; sampling and log-probs; the update; the step
     the program: rewards; data and prompts; models, logs and options; rewards of the
         README; whole runs; checkpoints, LoRA and bfloat16; signals, trackers and
         errors; several ranks
@@ -20,14 +19,11 @@ beside the first half of grpo.py. Sections, in order:
 import contextlib
 import copy
 import dataclasses
-import doctest
-import inspect
 import json
 import math
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,28 +36,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import peft
 import pytest
 import scipy.stats
-import tokenizers
 import torch
 import transformers
 import trl
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from tokenizers.processors import TemplateProcessing
+from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 
-# One thread is fastest for models as small as these. The processes that tests start
-# read the variable.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread is fastest for models as small as these, in other processes, too.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
-# pytest knows the marker `slow` only from a configuration file, which this project does
-# not have. `-m "not slow"` works without one, but each use of the marker would warn.
+# The marker `slow` works without a configuration file, but each use of it would warn.
 warnings.filterwarnings("ignore", "Unknown pytest.mark.slow")
 
 
@@ -69,18 +62,11 @@ warnings.filterwarnings("ignore", "Unknown pytest.mark.slow")
 # GRPO samples a group of completions of each prompt, and makes those with more reward
 # than the mean of their group more probable.
 # 1. Rewards become advantages.
-@pytest.mark.parametrize(
-    "prompt, completions, answer, rewards",
-    [
-        ("Calculate 2 + 2 × 6 = ", ["14", "16", "10"], "14", [1, 0, 0]),
-        ("Solve y = 2x + 1 for x = 2, y = ", ["5", "6", "7", "5.0"], "5", [1, 0, 0, 1]),
-        ("Solve y = 2x + 1 for x = 4, y = ", ["10", "2", "9", "9"], "9", [0, 0, 1, 1]),
-    ],
-)
-def test_course_a_right_answer_has_reward_1(prompt, completions, answer, rewards):
-    size = len(completions)
-    found = grpo.accuracy_reward(completions, [answer] * size)
-    assert found == rewards
+def test_course_a_right_answer_has_reward_1():
+    """Three answers to "2 + 2 × 6 = ", and four to "y = 2x + 1 for x = 2, y = "."""
+    completions = ["14", "16", "10", "5", "6", "7", "5.0"]
+    rewards = grpo.accuracy_reward(completions, ["14"] * 3 + ["5"] * 4)
+    assert rewards == [1, 0, 0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +88,7 @@ def test_course_rewards_are_normalised_within_groups(rewards, num_generations, s
 
 @pytest.mark.parametrize("equal_rewards", [[0.1, 0.1] * 4, [0.1 + 0.2, 0.3] * 4])
 def test_course_equal_rewards_have_an_advantage_of_exactly_0(equal_rewards):
-    """Nobody was better than the others: there is nothing to learn. Sums that differ by
-    rounding, 0.1 + 0.2 and 0.3, count as equal."""
+    """There is nothing to learn. 0.1 + 0.2 and 0.3 differ only by rounding."""
     rewards = torch.tensor(equal_rewards, dtype=torch.float64)
     assert grpo.group_advantages(rewards, 8).tolist() == [0.0] * 8
 
@@ -350,9 +335,8 @@ def test_course_log_probs_are_read_from_the_table(temperature, probs):
 def test_course_greedy_completions_follow_the_largest_probabilities():
     prompt_ids = torch.tensor([[0], [1], [2]])
     prompt_mask = torch.ones(3, 1, dtype=torch.bool)
-    model = TableModel(ODDS).eval()
-    ids, logp = grpo.generate(
-        model,
+    ids, _ = grpo.generate(
+        TableModel(ODDS),
         prompt_ids,
         prompt_mask,
         num_generations=1,
@@ -362,9 +346,6 @@ def test_course_greedy_completions_follow_the_largest_probabilities():
     )
     # 0 -> 2 -> 1, 1 -> 2 -> 1 and 2 -> 1; rows are padded with the EOS
     assert ids.tolist() == [[2, 1, 1, 1], [2, 1, 1, 1], [1, 1, 1, 1]]
-    probs = [9 / 14, 9 / 14, 16 / 21, 9 / 14, 9 / 14]
-    mask = grpo.completion_mask(ids, eos_token_ids=1)
-    assert logp[mask].exp().tolist() == pytest.approx(probs)
 
 
 @pytest.mark.parametrize(
@@ -442,10 +423,7 @@ def test_course_the_second_of_two_mini_batches_sees_different_ratios():
     assert metrics["grad_norm"] == pytest.approx(sum(grad_norms) / 2)
 
 
-def test_course_a_whole_step_samples_scores_normalises_and_updates():
-    """The reward is 1 for token 0. Rewards 1 and 0 have advantages of 0.7071 and
-    -0.7071; two equal ones have 0. Gradient: see `test_course_one_update_by_adamw`."""
-
+def test_course_a_whole_step_samples_scores_normalises_and_updates(monkeypatch):
     def is_0(completion_ids, **columns):
         return [ids == [0] for ids in completion_ids]
 
@@ -455,15 +433,13 @@ def test_course_a_whole_step_samples_scores_normalises_and_updates():
     run.reward_functions = {"is_0": (is_0, 1.0)}
     run.tokenizer = mock.Mock()
     run.tokenizer.batch_decode.return_value = [""] * 4
-    torch.manual_seed(0)
-    rows = [{"prompt_ids": [1]}, {"prompt_ids": [1]}]
-    metrics, columns = grpo.train_step(run, rows, step=1)
-    rewards = columns["reward"]
-    moved = 0.0
-    for first, second in (rewards[:2], rewards[2:]):
-        if first != second:  # A (1/2, -1/2) of token 0, and -A (-1/2, 1/2) of token 1
-            moved += metrics["learning_rate"] * (0.7071 / 2 + 0.7071 / 2) / 4
-    assert 0 < sum(rewards) < 4 and moved > 0
+    draws = torch.tensor([[0.3], [0.8], [0.2], [0.4]])  # below 1/2: token 0
+    monkeypatch.setattr(torch, "rand_like", lambda total: draws.to(total))
+    _, columns = grpo.train_step(run, 2 * [{"prompt_ids": [1]}], step=1)
+    assert columns["reward"] == [1, 0, 1, 1]
+    # The rewards 1 and 0 have advantages of 0.7071 and -0.7071, and two equal ones 0.
+    # Gradient as above: -(0.7071 (1/2, -1/2) - 0.7071 (-1/2, 1/2)) / 4
+    moved = 0.1 * 0.7071 / 4
     logits = run.policy.logits[1].tolist()
     assert logits == pytest.approx([moved, -moved], rel=1e-4)  # 4 decimals of 0.7071
 
@@ -474,9 +450,6 @@ def test_course_the_defaults_are_those_of_deepseekmath():
     assert (config.beta, config.learning_rate, config.num_iterations) == (0.04, 1e-6, 1)
     assert (config.epsilon, config.num_generations) == (0.2, 8)
     assert (config.loss_type, config.scale_rewards) == ("grpo", "group")
-    defaults = inspect.signature(grpo.grpo_loss).parameters
-    for name in ("beta", "epsilon", "epsilon_high", "importance_sampling_level"):
-        assert defaults[name].default == getattr(config, name)
 
 
 # ----------------------------------------------------------------------- shared helpers
@@ -496,7 +469,7 @@ TINY_SIZES = {
     "tie_word_embeddings": True,
 }
 TINY_OPTIONS = {
-    "qwen2-untied": {"tie_word_embeddings": False},
+    "gpt2": {"tie_word_embeddings": False},
     "mistral": {"sliding_window": 3},
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
@@ -505,10 +478,10 @@ TINY_OPTIONS = {
 
 def tiny_model(kind="qwen2", seed=0, **options):
     """A causal LM with random weights, in float32 and eval mode. kind: a model type of
-    transformers, or "qwen2-untied". options: of its config."""
+    transformers. options: of its config."""
     torch.manual_seed(seed)
     options = {**TINY_SIZES, **TINY_OPTIONS.get(kind, {}), **options}
-    config = AutoConfig.for_model(kind.removesuffix("-untied"), **options)
+    config = AutoConfig.for_model(kind, **options)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -546,14 +519,15 @@ def slow_logprobs(
     return logp
 
 
-def random_logprobs():
+def random_logprobs(seed=0, moved=0.3):
     """Log-probs of 6 completions of up to 5 tokens, in float64: logp, old_logp,
-    ref_logp, advantages and mask, (6, 5) each. Some ratios leave the clip range. The
-    last completion is all masked. For autograd, all three log-probs depend on logp."""
-    generator = torch.Generator().manual_seed(0)
+    ref_logp, advantages and mask, (6, 5) each. moved: how far the policy is from the
+    one that sampled; by 0.3, some ratios leave the clip range. The last completion is
+    all masked. For autograd, all three log-probs depend on logp."""
+    generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64)
     logp = (noise[0] - 3).requires_grad_()
-    old_logp = logp + 0.3 * noise[1]
+    old_logp = logp + moved * noise[1]
     ref_logp = logp + 0.5 * noise[2]
     lengths = torch.tensor([1, 2, 3, 4, 5, 0])
     mask = torch.arange(5) < lengths[:, None]
@@ -572,22 +546,17 @@ ratio_levels = pytest.mark.parametrize("level", ["token", "sequence"])
         ({"temperature": 0.0}, "^--temperature must be finite and at least 1e-06"),
         ({"beta": math.nan}, "^--beta must be finite and at least 0"),
         ({"learning_rate": math.inf}, "^--learning-rate must be finite and at least 0"),
-        ({"num_mini_batches": 3}, "--num-mini-batches must divide 8 prompts"),
+        ({"prompts_per_step": 9}, "--prompts-per-step must be divisible by 2 ranks"),
+        ({"num_mini_batches": 8}, "--num-mini-batches must divide 4 prompts"),
         ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
         ({"resume": "run", "max_steps": 0}, "--max-steps 0 evaluates a --model"),
     ],
     ids=str,
 )
-def test_an_option_out_of_range_is_an_error_that_names_it(options, message):
+def test_an_option_out_of_range_is_an_error(options, message, monkeypatch):
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     with pytest.raises(grpo.Error, match=message):
         grpo.Config(**options)
-
-
-def test_ranks_share_the_prompts_equally(monkeypatch):
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 3)
-    with pytest.raises(grpo.Error, match="divisible by 3 ranks"):
-        grpo.Config(prompts_per_step=8)
-    assert grpo.Config(prompts_per_step=9, num_mini_batches=3).prompts_per_rank == 3
 
 
 @pytest.mark.parametrize("size, num_generations", [(4, 1), (5, 2)])
@@ -606,12 +575,17 @@ def test_process_advantages_are_those_of_plain_loops(scale_rewards):
         start = i - i % 3
         group = [x for rewards in step_rewards[start : start + 3] for x in rewards]
         mean = statistics.fmean(group)
-        std = statistics.stdev(group) if scale_rewards == "group" else 1.0
+        scale = statistics.stdev(group) + 0.1 if scale_rewards == "group" else 1.0
         for reward, end in zip(step_rewards[i], step_ends[i]):
             for t in range(end + 1):
-                expected[i, t] += (reward - mean) / std
-    found = grpo.process_advantages(step_rewards, step_ends, 3, 5, scale_rewards)
+                expected[i, t] += (reward - mean) / scale
+    found = grpo.process_advantages(step_rewards, step_ends, 3, 5, scale_rewards, 0.1)
     assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_each_reasoning_step_needs_a_reward():
+    with pytest.raises(ValueError):
+        grpo.process_advantages([[1.0], [2.0]], [[3], [2, 3]], 2, length=4)
 
 
 def test_k3_of_nearly_equal_log_probs_is_not_lost_to_rounding():
@@ -620,12 +594,24 @@ def test_k3_of_nearly_equal_log_probs_is_not_lost_to_rounding():
     assert_close(grpo.kl_k3(torch.zeros(4), d), d**2 / 2, rtol=5e-3, atol=0)
 
 
-def slow_loss(inputs, loss_type, level, epsilon_high, use_bias_correction_kl):
-    """The loss and its metrics token by token. The other options are epsilon 0.15, beta
-    0.1 and max_completion_length 9."""
+def core_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_kl):
+    """The loss and its metrics by `grpo_loss`, with an epsilon of 0.15 and a length
+    limit of 9."""
+    return grpo.grpo_loss(
+        *inputs,
+        weights=grpo.token_weights(inputs[-1], loss_type, max_completion_length=9),
+        epsilon=0.15,
+        epsilon_high=epsilon_high,
+        beta=beta,
+        importance_sampling_level=level,
+        use_bias_correction_kl=use_bias_correction_kl,
+    )
+
+
+def slow_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_kl):
+    """The same, token by token."""
     logp, old_logp, ref_logp, advantages, mask = inputs
     old_logp, ref_logp = old_logp.detach(), ref_logp.detach()
-    low, high = 1 - 0.15, 1 + epsilon_high
     loss = 0.0
     metrics = defaultdict(list)
     for i in range(len(mask)):
@@ -640,49 +626,34 @@ def slow_loss(inputs, loss_type, level, epsilon_high, use_bias_correction_kl):
             if level == "sequence":
                 log_ratio = (logp[i, tokens] - old_logp[i, tokens]).mean()
             ratio = log_ratio.exp()
-            advantage = advantages[i, t]
-            is_clipped = False
-            surrogate = ratio * advantage
-            if advantage > 0 and ratio > high:
-                is_clipped, surrogate = True, high * advantage
-            if advantage < 0 and ratio < low:
-                is_clipped, surrogate = True, low * advantage
+            clipped_ratio = min(max(ratio, 1 - 0.15), 1 + epsilon_high)
+            unclipped = ratio * advantages[i, t]
+            surrogate = min(unclipped, clipped_ratio * advantages[i, t])
             d = ref_logp[i, t] - logp[i, t]
             kl = d.exp() - d - 1
             penalty = ratio * kl if use_bias_correction_kl else kl
-            loss = loss + (0.1 * penalty - surrogate) / denominator
+            loss = loss + (beta * penalty - surrogate) / denominator
             metrics["kl"].append(kl.item())
             metrics["entropy"].append(-logp[i, t].item())
             metrics["ratio_mean"].append(ratio.item())
-            metrics["clip_fraction"].append(is_clipped)
+            metrics["clip_fraction"].append((surrogate < unclipped).item())
     return loss, {name: statistics.fmean(values) for name, values in metrics.items()}
 
 
 @loss_types
 @ratio_levels
-@pytest.mark.parametrize("epsilon_high", [None, 0.0, 0.4])  # 0 is not the default
+@pytest.mark.parametrize("epsilon_high", [0.0, 0.4])  # 0 does not mean the default
 @pytest.mark.parametrize("use_bias_correction_kl", [False, True])
 def test_loss_gradient_and_metrics_are_those_of_plain_loops(
     loss_type, level, epsilon_high, use_bias_correction_kl
 ):
     """No gradient flows through old_logp and ref_logp."""
     inputs = random_logprobs()
-    logp, mask = inputs[0], inputs[4]
-    loss, metrics = grpo.grpo_loss(
-        *inputs,
-        weights=grpo.token_weights(mask, loss_type, max_completion_length=9),
-        epsilon=0.15,
-        epsilon_high=epsilon_high,
-        beta=0.1,
-        importance_sampling_level=level,
-        use_bias_correction_kl=use_bias_correction_kl,
-    )
-    high = 0.15 if epsilon_high is None else epsilon_high
-    expected_loss, expected_metrics = slow_loss(
-        inputs, loss_type, level, high, use_bias_correction_kl
-    )
-    [grad] = torch.autograd.grad(loss, logp)
-    [expected_grad] = torch.autograd.grad(expected_loss, logp)
+    options = (loss_type, level, 0.1, epsilon_high, use_bias_correction_kl)
+    loss, metrics = core_loss(inputs, *options)
+    expected_loss, expected_metrics = slow_loss(inputs, *options)
+    [grad] = torch.autograd.grad(loss, inputs[0])
+    [expected_grad] = torch.autograd.grad(expected_loss, inputs[0])
     # All of it is float64.
     assert_close(loss, expected_loss, atol=1e-12, rtol=0)
     assert_close(grad, expected_grad, atol=1e-12, rtol=0)
@@ -694,7 +665,6 @@ def test_loss_gradient_and_metrics_are_those_of_plain_loops(
 @ratio_levels
 @pytest.mark.parametrize("junk", [math.inf, math.nan, 1e30])
 def test_masked_positions_do_not_reach_loss_gradient_or_metrics(level, junk):
-    """The mask of the last completion is all false."""
     *inputs, mask = random_logprobs()
     results = []
     for fill in (0.0, junk):
@@ -708,15 +678,14 @@ def test_masked_positions_do_not_reach_loss_gradient_or_metrics(level, junk):
 def test_the_formulas_need_only_torch_when_pasted_into_another_file():
     source = Path(grpo.__file__).read_text()
     section = source.partition("- GRPO in numbers\n")[2].partition("\n# ----")[0]
-    pasted = types.ModuleType("pasted")
-    pasted.torch = torch
-    exec(section, vars(pasted))
-    assert doctest.testmod(pasted) == doctest.TestResults(failed=0, attempted=7)
-    loss, _ = pasted.grpo_loss(*random_logprobs())
+    pasted = {"torch": torch}
+    exec(section, pasted)
+    loss, _ = pasted["grpo_loss"](*random_logprobs())
     assert_close(loss, grpo.grpo_loss(*random_logprobs())[0])
+    advantages = pasted["process_advantages"]([[1.0], [0.0]], [[1], [2]], 2, 3)
+    assert advantages.sign().tolist() == [[1, 1, 0], [-1, -1, -1]]
 
 
-# --------------------------------------------------------------------------- TRL's loss
 def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_kl):
     """The loss of TRL's GRPOTrainer: its own method, called on a stand-in that has the
     attributes that the method reads."""
@@ -740,9 +709,7 @@ def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_k
             use_bias_correction_kl=use_bias_correction_kl,
         ),
         accelerator=SimpleNamespace(
-            num_processes=1,
-            reduce=lambda x, reduction: x,
-            gather=lambda x: x,
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x
         ),
         model=SimpleNamespace(training=True),
         _metrics=defaultdict(lambda: defaultdict(list)),
@@ -754,8 +721,8 @@ def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_k
         "completion_ids": mask.long(),
         "completion_mask": mask.long(),
         "advantages": advantages,
-        "old_per_token_logps": old_logp,
-        "ref_per_token_logps": ref_logp,
+        "old_per_token_logps": old_logp.detach(),
+        "ref_per_token_logps": ref_logp.detach(),
         "num_items_in_batch": mask.sum(),
     }
     return trl.GRPOTrainer._compute_loss(trainer, trainer.model, columns)
@@ -774,40 +741,16 @@ def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_k
 def test_loss_and_gradient_are_those_of_trl(
     loss_type, level, beta, use_bias_correction_kl, moved, epsilon_high, seed
 ):
-    """8 random completions in 2 groups. moved: how far the policy is from the one that
-    sampled. 384 cases are without bias correction, and 192 are with it."""
-    torch.manual_seed(seed)
-    logp, noise, ref_logp = torch.randn(3, 8, 7) - 3
-    logp.requires_grad_()
-    old_logp = logp.detach() + moved * (noise + 3)
-    mask = torch.arange(7) < torch.randint(1, 8, (8, 1))
-    rewards = torch.rand(8).round(decimals=1)
-    groups = rewards.view(2, 4)
-    deviations = groups - groups.mean(1, keepdim=True)
-    advantages = deviations / (groups.std(1, keepdim=True) + 1e-4)  # as in TRL
-    inputs = (logp, old_logp, ref_logp, advantages.flatten(), mask)
-    expected = trl_loss(
-        inputs, loss_type, level, beta, epsilon_high, use_bias_correction_kl
-    )
-    found, _ = grpo.grpo_loss(
-        logp,
-        old_logp,
-        ref_logp,
-        grpo.group_advantages(rewards, 4, eps=1e-4),
-        mask,
-        weights=grpo.token_weights(mask, loss_type, max_completion_length=9),
-        epsilon=0.15,
-        epsilon_high=epsilon_high,
-        beta=beta,
-        importance_sampling_level=level,
-        use_bias_correction_kl=use_bias_correction_kl,
-    )
-    [grad] = torch.autograd.grad(found, logp)
-    [expected_grad] = torch.autograd.grad(expected, logp)
+    """384 cases are without bias correction, and 192 are with it."""
+    inputs = random_logprobs(seed, moved)
+    options = (loss_type, level, beta, epsilon_high, use_bias_correction_kl)
+    found, _ = core_loss(inputs, *options)
+    expected = trl_loss(inputs, *options)
+    [grad] = torch.autograd.grad(found, inputs[0])
+    [expected_grad] = torch.autograd.grad(expected, inputs[0])
     assert grad.any()
-    # Float32, and TRL subtracts means in float32, too.
-    assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
+    assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    assert_close(grad, expected_grad, atol=1e-9, rtol=1e-9)
 
 
 # --------------------------------------------------------------- sampling and log-probs
@@ -819,15 +762,14 @@ def test_sample_reaches_each_of_150_000_improbable_tokens(monkeypatch):
     """A sum in float32 would round most of them away."""
     logits = torch.zeros(1, 150_001)
     logits[0, 0] = 18.8  # the other tokens have 1 in 1000 together
-    probs = logits.softmax(1).double()
-    cdf = probs.cumsum(1) / probs.sum()
-    # A draw between the cdf of the token before and its own selects a token.
-    draw = (cdf[:, [99_998]] + cdf[:, [99_999]]) / 2
+    cdf = logits.double().softmax(1).cumsum(1)
+    draw = (cdf[:, [99_998]] + cdf[:, [99_999]]) / 2  # selects token 99,999
     monkeypatch.setattr(torch, "rand_like", lambda total: draw)
     assert grpo.sample(logits)[0] == 99_999
 
 
-# Full attention, learned positions, a window, a window and a cap, convolutions.
+# Full attention, learned positions, a window, a window and a cap, convolutions. Only in
+# gpt2 the output layer has weights of its own.
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "gemma2", "lfm2"])
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
 def test_generate_records_the_log_probs_that_training_computes(kind, temperature):
@@ -853,7 +795,7 @@ def test_prompts_padded_on_the_right_are_refused():
         grpo.token_logprobs(tiny_model(), *prompts, *completions)
 
 
-SLICED_KINDS = ["qwen2", "qwen2-untied", "gpt2", "mistral", "lfm2"]
+SLICED_KINDS = ["qwen2", "gpt2", "mistral", "lfm2"]
 
 
 @pytest.mark.parametrize(
@@ -861,9 +803,7 @@ SLICED_KINDS = ["qwen2", "qwen2-untied", "gpt2", "mistral", "lfm2"]
     [(grpo.token_logprobs, kind) for kind in [*SLICED_KINDS, "gemma2"]]
     + [(grpo.sliced_logprobs, kind) for kind in SLICED_KINDS],
 )
-def test_log_probs_and_gradients_are_those_of_unpadded_rows(
-    logprobs, kind, monkeypatch
-):
+def test_log_probs_and_gradients_ignore_padding(logprobs, kind, monkeypatch):
     """Slices of the vocabulary have 64, 64 and 22 tokens."""
     monkeypatch.setattr(grpo.SlicedLogSoftmax, "logits_at_once", 1)
     model, factors = tiny_model(kind), torch.randn(6, 6)
@@ -896,17 +836,22 @@ def test_choose_logprobs_takes_the_sliced_ones_unless_logits_are_capped(kind):
 
 
 # --------------------------------------------------------------------------- the update
-def core_run(policy, reference=None, **options):
-    """A `Run` for `update`, by `token_logprobs`. The reference is a copy of the policy
-    by default."""
-    options = {"prompts_per_step": 2, "max_completion_length": 6, **options}
+def tiny_run(policy=None, reference=None, **options):
+    """A `Run` by `token_logprobs`, whose reward is the ids' sum modulo 7. By default
+    the policy is the built-in tiny model, and the reference is a copy of the policy."""
+
+    def sums(completion_ids, **columns):
+        return [sum(ids) % 7 for ids in completion_ids]
+
+    policy = policy or grpo.tiny_model(0).eval()
+    sizes = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6}
     return grpo.Run(
-        config=grpo.Config(**options),
+        config=grpo.Config(**{**sizes, **options}),
         policy=policy,
-        tokenizer=None,
-        eos_token_ids=[1],
+        tokenizer=grpo.tiny_tokenizer(),
+        eos_token_ids=[0],
         optimizer=torch.optim.AdamW(policy.parameters(), weight_decay=0.0),
-        reward_functions={},
+        reward_functions={"sums": (sums, 1.0)},
         reference=reference or copy.deepcopy(policy),
     )
 
@@ -922,30 +867,30 @@ def rollout_batch(advantages=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0)):
 def test_gradient_checkpointing_saves_memory_and_changes_nothing_else():
     """No dropout either, which OPT has in its own `forward`."""
     results, saved_bytes = [], []
-
-    def count(x):
-        saved_bytes[-1] += x.nbytes
-        return x
-
     for is_on in (False, True):
         policy = tiny_model("opt", dropout=0.1)
-        run = core_run(policy, beta=0.0, gradient_checkpointing=is_on)
+        run = tiny_run(policy, beta=0.0, gradient_checkpointing=is_on)
         grpo.prepare_training(run, name="", dtype=torch.float32)
         torch.manual_seed(0)
         completions = grpo.generate(policy, *PROMPTS, 3, 6, 1)
-        saved_bytes.append(0)  # by autograd, but for the inputs of checkpointed layers
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        # What autograd saves, but for the inputs of checkpointed layers.
+        save = mock.Mock(side_effect=lambda x: x)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
             metrics = grpo.update(run, rollout_batch(), learning_rate=1e-3)
+        saved_bytes.append(sum(call.args[0].nbytes for call in save.call_args_list))
         results.append([completions, metrics])
     assert_close(results[1], results[0])
     assert results[0][1]["grad_norm"] > 0.1
     assert saved_bytes[1] < 0.5 * saved_bytes[0]
 
 
-def test_pad_fills_with_a_valid_token_id():
-    ids, mask = grpo.pad([[5, 6], [7]], "left")
-    assert ids.tolist() == [[5, 6], [5, 7]]
-    assert mask.tolist() == [[True, True], [False, True]]
+def first_moments(run):
+    """AdamW's sums of the gradients of all optimizer steps: 0.1 g after one step."""
+    moments = []
+    for state in run.optimizer.state.values():
+        x = state["exp_avg"]
+        moments.append(x.full_tensor() if isinstance(x, grpo.DTensor) else x)
+    return moments
 
 
 def slow_update(run, batch, loss_options):
@@ -988,7 +933,6 @@ def slow_update(run, batch, loss_options):
 def test_an_update_is_that_of_plain_loops(
     loss_type, level, num_iterations, num_mini_batches
 ):
-    """Here in micro-batches of 2 completions and in a narrow clip range."""
     loss_options = {
         "importance_sampling_level": level,
         "epsilon": 0.01,
@@ -996,7 +940,7 @@ def test_an_update_is_that_of_plain_loops(
         "beta": 0.1,
         "use_bias_correction_kl": True,
     }
-    run = core_run(
+    run = tiny_run(
         tiny_model(),
         tiny_model(seed=1),
         temperature=0.7,
@@ -1018,37 +962,20 @@ def test_an_update_is_that_of_plain_loops(
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
     num_updates = num_iterations * num_mini_batches
     assert (metrics["clip_fraction"] > 0.02) == (num_updates > 1)
-    moments = run.optimizer.state_dict()["state"]
-    for i, slow_moments in slow_run.optimizer.state_dict()["state"].items():
-        grad, slow_grad = moments[i]["exp_avg"], slow_moments["exp_avg"]
+    for moment, slow_moment in zip(first_moments(run), first_moments(slow_run)):
         # A few optimizer steps multiply the rounding of the first.
-        assert (grad - slow_grad).norm() <= 0.01 * slow_grad.norm()
+        assert (moment - slow_moment).norm() <= 0.01 * slow_moment.norm()
 
 
-@pytest.mark.parametrize(
-    "num_iterations, num_mini_batches, num_calls",
-    [
-        (1, 1, 3 + 3),  # reference and policy, in 3 micro-batches each
-        (2, 1, 3 + 3 + 2 * 3),  # reference, old policy, two passes
-        (1, 2, 3 + 3 + 2 * 2),  # two mini-batches, of 2 micro-batches each
-    ],
-)
-def test_old_log_probs_are_computed_only_for_several_optimizer_steps(
-    num_iterations, num_mini_batches, num_calls
-):
-    run = core_run(
-        tiny_model(),
-        num_iterations=num_iterations,
-        num_mini_batches=num_mini_batches,
-        micro_batch_size=2,
-    )
+def test_the_only_update_of_a_rollout_needs_one_forward_pass_of_the_policy():
+    run = tiny_run(tiny_model(), beta=0.0, micro_batch_size=2)
     run.logprobs = mock.Mock(side_effect=grpo.token_logprobs)
     grpo.update(run, rollout_batch(), learning_rate=1e-3)
-    assert run.logprobs.call_count == num_calls
+    assert run.logprobs.call_count == 3  # for 6 completions
 
 
 def test_an_update_whose_gradient_is_not_finite_is_skipped():
-    run = core_run(tiny_model())
+    run = tiny_run(tiny_model())
     before = copy.deepcopy(run.policy.state_dict())
     bad_batch = rollout_batch([1.0, 1.0, math.inf, 1.0, 1.0, 1.0])
     assert grpo.update(run, bad_batch, learning_rate=1e-2)["skipped"] == 1
@@ -1058,10 +985,10 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped():
 
 
 def test_an_unused_weight_gets_an_optimizer_state():
-    """As in an idle vision tower."""
+    """As in an idle vision tower. A checkpoint without it could not be loaded."""
     policy = tiny_model()
     policy.unused = torch.nn.Parameter(torch.ones(3))
-    run = core_run(policy)
+    run = tiny_run(policy)
     grpo.update(run, rollout_batch(), learning_rate=1e-3)
     assert policy.unused in run.optimizer.state
 
@@ -1079,8 +1006,7 @@ def test_longrope_past_its_original_length_is_right_or_shown_by_the_sampling_gap
     policy = tiny_model(
         "phi3", rope_parameters=rope, original_max_position_embeddings=16
     )
-    run = core_run(policy, num_generations=4, max_completion_length=24)
-    run.tokenizer = mock.Mock()
+    run = tiny_run(policy, max_completion_length=24)
     batch, _ = grpo.rollout(run, 2 * [{"prompt_ids": [3, 12, 4]}], 4, temperature=1.0)
     batch.advantages = torch.ones(8, 24)
     gap = grpo.update(run, batch, learning_rate=1e-2)["sampling_gap"]  # 1.4 nats
@@ -1089,7 +1015,6 @@ def test_longrope_past_its_original_length_is_right_or_shown_by_the_sampling_gap
 
 # ----------------------------------------------------------------------------- the step
 def test_learning_rates_warm_up_and_then_stay_or_decay_to_0():
-    """The last of 8 steps is the last that moves the weights."""
     config = grpo.Config(learning_rate=0.4, warmup_steps=4, max_steps=8)
     constant = [grpo.scheduled_learning_rate(config, step) for step in range(1, 9)]
     assert constant == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4, 0.4])
@@ -1098,35 +1023,16 @@ def test_learning_rates_warm_up_and_then_stay_or_decay_to_0():
     assert linear == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
 
 
-def test_each_epoch_is_shuffled_anew_and_drops_an_incomplete_batch():
+def test_each_epoch_and_seed_shuffles_anew_and_drops_an_incomplete_batch():
     steps = [grpo.prompt_batch(range(10), step, 3, seed=5) for step in range(1, 7)]
     first, second = sum(steps[:3], []), sum(steps[3:], [])
     assert len(set(first)) == len(set(second)) == 9
     assert first != second and first != sorted(first)
-
-
-def test_the_prompts_of_a_step_depend_on_seed_and_step_alone():
-    first = grpo.prompt_batch(range(10), 1, 3, seed=5)
-    grpo.prompt_batch(range(10), 2, 3, seed=5)
-    assert grpo.prompt_batch(range(10), 1, 3, seed=5) == first
-    assert grpo.prompt_batch(range(10), 1, 3, seed=6) != first
-
-
-def run_of_built_in_model(num_generations=4, **options):
-    """A `Run` of the built-in tiny model, whose reward is the ids' sum modulo 7."""
-
-    def sums(completion_ids, **columns):
-        return [sum(ids) % 7 for ids in completion_ids]
-
-    policy = grpo.tiny_model(0).eval()
-    run = core_run(policy, num_generations=num_generations, **options)
-    run.tokenizer, run.eos_token_ids = grpo.tiny_tokenizer(), [0]
-    run.reward_functions = {"sums": (sums, 1.0)}
-    return run
+    assert grpo.prompt_batch(range(10), 1, 3, seed=6) != steps[0]
 
 
 def test_a_rollout_has_texts_ids_finished_and_the_columns_of_its_rows():
-    run = run_of_built_in_model()
+    run = tiny_run()
     run.eos_token_ids = [0, 7]  # a completion ends with any of them; 7 is "5"
     texts = ["2<eos>", "3+4", "<unk>45", "<eos>"]
     ids, _ = grpo.pad([run.tokenizer.encode(text) for text in texts], "right")
@@ -1142,6 +1048,7 @@ def test_a_rollout_has_texts_ids_finished_and_the_columns_of_its_rows():
         "finished": [True, False, True, True],
         "completions": ["2", "3+4", "<unk>4", ""],
     }
+    assert batch.prompt_ids.tolist() == 2 * [[3, 3]] + 2 * [[4, 5]]
     assert batch.prompt_mask.tolist() == 2 * [[False, True]] + 2 * [[True, True]]
     assert torch.equal(batch.completion_ids, ids)  # never decoded and encoded again
     assert torch.equal(batch.sampled_logp, ids.float())
@@ -1175,70 +1082,43 @@ def test_columns_of_the_data_may_have_any_name():
         return values
 
     row = {"source": "web", "function": "f", "values": 3, "size": 2, "run": 3}
-    run = run_of_built_in_model()
+    run = tiny_run()
     run.reward_functions = {"mine": (reward, 1.0)}
     metrics, _ = grpo.train_step(run, 2 * [{"prompt_ids": [3], **row}], step=1)
     assert metrics["reward"] == 3
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("1+1\n2+2<eos>", [("1+1", 3), ("2+2", 7)]),
-        ("\n1+1\n\n2+2\n \n<eos>", [("1+1", 4), ("2+2", 12)]),
-        (" \n <eos>", []),
-    ],
-)
-def test_reasoning_steps_are_the_lines_that_are_not_blank(text, expected):
+def test_reasoning_steps_are_the_lines_that_are_not_blank():
     tokenizer = grpo.tiny_tokenizer()
-    texts, ends = grpo.reasoning_steps(tokenizer, tokenizer.encode(text))
-    assert list(zip(texts, ends)) == expected
-
-
-def test_step_rewards_become_advantages_up_to_the_end_of_their_step():
-    run = run_of_built_in_model(num_generations=2)
-    run.step_reward = lambda **columns: [np.array([0.0, 1.0]), [2], [1], ()]
-    texts = ["1+1\n2<eos>", "2", "3<eos>", "<eos>"]
-    columns = {"completion_ids": [run.tokenizer.encode(text) for text in texts]}
-    advantages = grpo.score_steps(run, columns, length=7)
-    assert columns["steps"] == [["1+1", "2"], ["2"], ["3"], []]
-    # Rewards 0, 1 and 2 of the first group have mean 1 and std 1. The group of a single
-    # reasoning step has no advantage. Steps end at tokens 3 and 5, and at 0.
-    expected = torch.zeros(4, 7)
-    expected[0, :4] = -1.0
-    expected[1, :1] = 1.0
-    assert_close(advantages, expected)
-
-
-@pytest.mark.parametrize(
-    "step_rewards", [[[1.0]], [[1.0], [2.0]], [[1.0], [2.0, 3.0, 4.0]]]
-)
-def test_each_reasoning_step_needs_a_reward(step_rewards):
-    with pytest.raises((IndexError, ValueError)):
-        grpo.process_advantages(step_rewards, [[3], [2, 3]], 2, length=4)
+    ids = tokenizer.encode("\n1+1\n\n2+2\n \n<eos>")
+    assert grpo.reasoning_steps(tokenizer, ids) == (["1+1", "2+2"], [4, 12])
+    ids = tokenizer.encode(" \n <eos>")
+    assert grpo.reasoning_steps(tokenizer, ids) == ([], [])
 
 
 def test_a_step_trains_on_the_advantages_of_its_rewards_and_reasoning_steps():
-    run = run_of_built_in_model(scale_rewards="none", warmup_steps=4, temperature=0.7)
-    run.step_reward = lambda steps, **columns: [[2.0] * len(x) for x in steps]
-    extra = torch.randn(8, 6)
+    run = tiny_run(
+        max_completion_length=24, scale_rewards="none", warmup_steps=4, temperature=0.7
+    )
+    run.step_reward = lambda steps, **columns: [[len(x) for x in xs] for xs in steps]
     rows = [{"prompt_ids": [3, 12, 4]}, {"prompt_ids": [5, 12]}]
-    with (
-        mock.patch.object(grpo, "update", wraps=grpo.update) as update,
-        mock.patch.object(grpo, "process_advantages", return_value=extra),
-    ):
+    with mock.patch.object(grpo, "update", wraps=grpo.update) as update:
         metrics, columns = grpo.train_step(run, rows, step=2)
-    batch = update.call_args.args[1]
-    advantages = grpo.group_advantages(torch.tensor(columns["reward"]), 4, "none")
-    assert_close(batch.advantages, advantages[:, None] + extra)
-    assert metrics["step_reward"] == 2
+    found = [grpo.reasoning_steps(run.tokenizer, x) for x in columns["completion_ids"]]
+    ends = [row_ends for _, row_ends in found]
+    assert columns["steps"] == [texts for texts, _ in found]
+    process = grpo.process_advantages(columns["step_rewards"], ends, 4, 24, "none")
+    outcome = grpo.group_advantages(torch.tensor(columns["reward"]), 4, "none")
+    assert_close(update.call_args.args[1].advantages, outcome[:, None] + process)
+    lengths = [len(text) for texts in columns["steps"] for text in texts]
+    assert len(lengths) > 8  # some completions have several reasoning steps
+    assert metrics["step_reward"] == pytest.approx(statistics.fmean(lengths))
     assert metrics["learning_rate"] == pytest.approx(0.5 * run.config.learning_rate)
     assert metrics["sampling_gap"] < 1e-5  # so both are at temperature 0.7
 
 
 def test_metrics_of_a_rollout_are_means():
-    """Rewards that differ by rounding, 0.1 + 0.2 and 0.3, count as equal."""
-    run = run_of_built_in_model(num_generations=3)
+    run = tiny_run(num_generations=3)
     rewards = [3.0, 0.0, 0.0, 0.1 + 0.2, 0.3, None]
     run.reward_functions = {"mine": (lambda **columns: rewards, 1.0)}
     ids = [[0, 0, 0], [4, 0, 0], [4, 4, 4], [4, 0, 0], [0, 0, 0], [4, 4, 0]]
@@ -1261,10 +1141,8 @@ def test_the_example_in_the_header_needs_only_the_core(tmp_path, monkeypatch):
     grpo.tiny_model(0).save_pretrained(tmp_path)
     grpo.tiny_tokenizer().save_pretrained(tmp_path)
     (code,) = re.findall(r"(?s)\n\n(    import copy\n.*)", grpo.__doc__)
-    shown = "max_completion_length=64, max_steps=200"
-    tried = "max_completion_length=8, max_steps=3, learning_rate=1e-2"
-    assert code.count(shown) == 1
-    code = textwrap.dedent(code).replace(shown, tried)
+    tried = "max_steps=3, learning_rate=1e-2"
+    code = textwrap.dedent(code).replace("max_steps=200", tried)
     core, source = types.ModuleType("grpo"), Path(grpo.__file__).read_text()
     exec(source.partition("\n# That is all of GRPO. ")[0], vars(core))
     policies = []
@@ -1353,18 +1231,11 @@ def test_accuracy_reward(completion, answer, finished, score):
     assert grpo.accuracy_reward([completion], [answer], [finished]) == [score]
 
 
-def test_each_completion_has_its_own_answer():
-    texts = ["so 18", r"so \boxed{18} or 1", "18", "18"]
-    columns = {"answer": ["18", "6 * 3 = 18\n#### 18", 17, 18.0], "level": [1] * 4}
-    assert grpo.accuracy_reward(texts, **columns) == [1, 1, 0, 1]
-
-
-HOSTILE_PIECES = ["9", "1 ", "1,", "2 1/", "1e", ".", "-", " ", "\n", "{", "}", "A) "]
-HOSTILE_PIECES += ["\\boxed{", "\\boxed{ }", "\\text{", "\\frac{1", "10^{", "#### "]
+HOSTILE = ["9", "1,", "1 ", "2 1/", "-", " ", "{", "\\boxed{", "\\boxed{ }", "#### "]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece", HOSTILE_PIECES)
+@pytest.mark.parametrize("piece", [*HOSTILE, "\\text{", "\\frac{1", "\\frac1", "A) "])
 def test_hostile_texts_take_linear_time(piece):
     """A quadratic search would take minutes."""
     text = piece * 20_000
@@ -1374,27 +1245,18 @@ def test_hostile_texts_take_linear_time(piece):
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize(
-    "prompt, completion, expected",
-    [
-        ("Q", "<think>a</think>b", 1.0),
-        ("Q", "\n<think>\na\n</think>\n\nb ", 1.0),
-        ("Q<think>\n", "a</think>b", 1.0),
-        ("Q", "<think>a</think> \n", 0.0),
-        ("Q", "<think>a</think>b<think>c</think>d", 0.0),
-        ("Q<think>", "<think>a</think>b", 0.0),
-    ],
-)
-def test_format_reward_wants_a_thought_and_an_answer(prompt, completion, expected):
-    assert grpo.format_reward([prompt], [completion]) == [expected]
+def test_format_reward_wants_a_thought_and_an_answer():
+    right = ["<think>a</think>b", "\n<think>\na\n</think>\n\nb "]
+    wrong = ["<think>a</think> \n", "<think>a</think>b<think>c</think>d"]
+    assert grpo.format_reward(["Q"] * 4, right + wrong) == [1, 1, 0, 0]
+    completions = ["a</think>b", "<think>a</think>b"]
+    assert grpo.format_reward(["Q<think>\n"] * 2, completions) == [1, 0]
 
 
-@pytest.mark.parametrize(
-    "completion, answer, score",
-    [(r"\boxed{x+1}", "1+x", 1), (r"\boxed{x+1}", "x", 0), ("so 18", "18", 0)],
-)
-def test_math_reward_takes_answers_that_are_equal_as_latex(completion, answer, score):
-    assert grpo.math_reward([completion], [answer], [False]) == [score]
+def test_math_reward_takes_answers_that_are_equal_as_latex():
+    completions = [r"\boxed{x+1}", r"\boxed{x+1}", "so 18"]
+    scores = grpo.math_reward(completions, ["1+x", "x", "18"], [False] * 3)
+    assert scores == [1, 0, 0]
 
 
 @pytest.mark.slow
@@ -1404,12 +1266,8 @@ def test_math_reward_gives_up_on_a_tower_of_powers():
     assert time.perf_counter() - start < 20
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# A turn has no end of its own: the marker of the next role is an EOS token.
-GLM = (
+# As in GLM, a turn has no end of its own: the marker of the next role is an EOS token.
+CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ thoughts }}{% endif %}"
 )
@@ -1418,18 +1276,16 @@ ASSISTANT = {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "be kind"}
 
 
-def chat_tokenizer(template=CHATML, post_process=None):
+def chat_tokenizer(template=CHAT_TEMPLATE, post_process=None):
     """The built-in tokenizer with a chat template. post_process: what it makes of each
     text $A, such as "<bos> $A"."""
     tokenizer = grpo.tiny_tokenizer()
-    markers = ["<|im_start|>", "<|im_end|>", "<bos>", "<|user|>", "<|assistant|>"]
+    markers = ["<bos>", "<|system|>", "<|user|>", "<|assistant|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": markers})
     tokenizer.chat_template = template
     if post_process:
-        tokenizer.backend_tokenizer.post_processor = (
-            tokenizers.processors.TemplateProcessing(
-                single=post_process, special_tokens=[*tokenizer.get_vocab().items()]
-            )
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=post_process, special_tokens=[*tokenizer.get_vocab().items()]
         )
     return tokenizer
 
@@ -1443,7 +1299,7 @@ def save_model(folder, model, tokenizer=None):
 
 def test_a_reward_model_gives_the_logit_of_each_whole_chat(tmp_path):
     """The pipeline's sigmoid, a second BOS or padding would change it."""
-    tokenizer = chat_tokenizer("<bos>" + CHATML, post_process="<bos> $A")
+    tokenizer = chat_tokenizer("<bos>" + CHAT_TEMPLATE, post_process="<bos> $A")
     options = {**TINY_SIZES, "vocab_size": len(tokenizer), "pad_token_id": 0}
     config = transformers.Qwen2Config(num_labels=1, **options)
     torch.manual_seed(0)
@@ -1472,18 +1328,15 @@ def test_a_judge_marks_a_batch_greedily_as_each_answer_alone(tmp_path):
     assert any(alone)
 
 
-@pytest.mark.parametrize(
-    "reply, mark",
-    [("8", 0.8), ("10", 1.0), ("I give 7/10", 0.7), ("8.5", None), ("100", None)],
-)
-def test_a_judge_marks_an_answer_to_the_last_question_by_0_to_1_or_none(reply, mark):
-    pipeline = mock.Mock(return_value=[[{"generated_text": reply}]])
+def test_a_judge_marks_an_answer_to_the_last_question_by_0_to_1_or_none():
+    replies = ["8", "10", "I give 7/10", "8.5", "100"]
+    pipeline = mock.Mock(return_value=[[{"generated_text": x}] for x in replies])
     with mock.patch.object(grpo.transformers, "pipeline", return_value=pipeline):
         judge = grpo.load_function("judge:some/model")
     chat = [USER, ASSISTANT, {"role": "user", "content": "why {x}?"}]
-    assert judge(messages=[chat], completions=["because"]) == [mark]
-    chats = pipeline.call_args.args[0]
-    [message] = chats[0]
+    marks = judge(messages=[chat] * 5, completions=["because"] * 5)
+    assert marks == [0.8, 1.0, 0.7, None, None]
+    [message] = pipeline.call_args.args[0][0]
     assert re.match(r"(?s)why {x}\?\n.*\nbecause$", message["content"])
 
 
@@ -1502,19 +1355,6 @@ def test_rewards_are_loaded_with_their_weights():
         "format": (grpo.format_reward, 0.2),
         HASHED: (hash_reward, -2.0),
     }
-
-
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ("fluency", "fluency is neither built in nor FILE.py:FUNCTION"),
-        (f"{__file__}:typo", "no function 'typo' in"),
-        ("accuracy=nan", "accuracy=nan is neither built in nor FILE.py:FUNCTION"),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded_is_an_error(spec, message):
-    with pytest.raises(grpo.Error, match=message):
-        grpo.load_rewards([spec])
 
 
 # --------------------------------------------------------------------- data and prompts
@@ -1579,13 +1419,11 @@ def test_held_out_rows_are_random_and_never_trained_on(tmp_path):
     assert sorted(answers) == list(range(300)) != answers
     assert len(held_out) == 30
     assert grpo.load_rows(config) == (rows, held_out)
-    config = dataclasses.replace(config, eval_data=config.data)
-    assert [len(x) for x in grpo.load_rows(config)] == [300, 300]
 
 
-def encoded(messages, template, eos="<|im_end|>", post_process=None, **options):
+def encoded(messages, tokenizer=None, eos="<|user|>", **options):
     """The row that `encode_prompts` makes of a chat, and its tokens."""
-    tokenizer = chat_tokenizer(template, post_process)
+    tokenizer = tokenizer or chat_tokenizer()
     run = SimpleNamespace(
         config=grpo.Config(**{"reward": ["format"], **options}),
         tokenizer=tokenizer,
@@ -1613,47 +1451,37 @@ ASKED = "<|user|>\n1+1=<|assistant|>"
     ],
 )
 def test_a_chat_becomes_a_prompt_by_the_chat_template(chat, options, prompt):
-    row, _ = encoded(chat, GLM, "<|user|>", **options)
+    row, _ = encoded(chat, **options)
     assert row["prompts"] == prompt
     assert USER["content"] == "1+1="  # the given row stays as it is
 
 
-@pytest.mark.parametrize(
-    "template, eos, expected",
-    [
-        (CHATML, "<|im_end|>", "<|im_start|>system\n"),
-        (CHATML, "<eos>", "be kind\n1+1="),
-        (GLM, "<|user|>", "<|system|>\nbe kind"),
-        (GLM, "<|assistant|>", "be kind\n1+1="),
-    ],
-)
-def test_a_chat_template_is_used_if_it_ends_answers_by_an_eos(template, eos, expected):
+@pytest.mark.parametrize("eos", ["<eos>", "<|assistant|>"])
+def test_a_chat_template_that_ends_answers_by_no_eos_is_not_used(eos):
     """Base models carry templates that they were not trained on."""
-    row, _ = encoded([SYSTEM, USER], template, eos)
-    assert row["prompts"].startswith(expected)
+    row, _ = encoded([SYSTEM, USER], eos=eos)
+    assert row["prompts"] == "be kind\n1+1="
 
 
 def test_a_prompt_asks_for_a_box_and_an_open_answer_is_continued():
-    row, _ = encoded([USER, ASSISTANT], CHATML, reward=["format", "math=2"])
+    row, _ = encoded([USER, ASSISTANT], reward=["format", "math=2"])
     assert "\\boxed{}" in row["prompts"]
-    assert row["prompts"].endswith("<|im_start|>assistant\n2")
+    assert row["prompts"].endswith("<|assistant|>\n2")
 
 
-@pytest.mark.parametrize("template", [None, "<bos>" + CHATML], ids=["text", "chat"])
+@pytest.mark.parametrize(
+    "template", [None, "<bos>" + CHAT_TEMPLATE], ids=["text", "chat"]
+)
 def test_a_prompt_has_one_bos_and_no_eos_at_its_end(template):
     """The tokenizer adds both to each text."""
-    _, tokens = encoded([USER], template, post_process="<bos> $A <|im_end|>")
+    _, tokens = encoded([USER], chat_tokenizer(template, "<bos> $A <|user|>"))
     assert tokens[0] == "<bos>"
     assert tokens.count("<bos>") == 1
-    assert tokens[-1] != "<|im_end|>"
+    assert tokens[-1] != "<|user|>"
 
 
 def test_longer_prompts_and_empty_ones_are_left_out():
-    run = SimpleNamespace(
-        config=grpo.Config(reward=["format"], max_prompt_length=3),
-        tokenizer=grpo.tiny_tokenizer(),
-        eos_token_ids=[0],
-    )
+    run = tiny_run(reward=["format"], max_prompt_length=3)
     texts = ["", "<eos>", "123", "1234"]
     rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     assert [row["prompts"] for row in grpo.encode_prompts(run, rows)] == ["123"]
@@ -1684,20 +1512,15 @@ def test_a_model_is_loaded_in_the_dtype_of_the_run_and_without_dropout(tmp_path,
 
 
 def test_the_log_is_json_and_has_null_for_what_is_not_a_number(tmp_path):
-    """Such as the reward of an unjudged completion."""
     config = grpo.Config(output_dir=str(tmp_path))
     grpo.append_row(config, "log.jsonl", {"a": math.nan, "b": [-math.inf, 1.5]})
-    grpo.append_row(config, "log.jsonl", {"a": 2})
-    text = (tmp_path / "log.jsonl").read_text()
-    assert text == '{"a": null, "b": [null, 1.5]}\n{"a": 2}\n'
+    assert (tmp_path / "log.jsonl").read_text() == '{"a": null, "b": [null, 1.5]}\n'
 
 
-def test_help_shows_every_option(capsys):
+def test_help_shows_the_options(capsys):
     with pytest.raises(SystemExit):
         grpo.parse_args(["--help"])
-    shown = capsys.readouterr().out
-    for option in dataclasses.fields(grpo.Config):
-        assert f"--{option.name}" in shown
+    assert "--lora_rank" in capsys.readouterr().out
 
 
 def test_the_tiny_model_has_defaults_of_its_own_and_what_is_typed_wins():
@@ -1745,45 +1568,36 @@ def test_one_language_is_the_share_of_letters_in_a_script(readme_reward):
 bubblewrap = subprocess.run(
     "bwrap --unshare-all --ro-bind / / true", shell=True, capture_output=True
 )
-needs_bubblewrap = pytest.mark.skipif(
-    bubblewrap.returncode != 0, reason="bubblewrap (bwrap) does not work here"
-)
 ADD = "def add(a, b):\n    return a + b\n"
 ADD_TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
-
-
-@pytest.mark.slow
-@needs_bubblewrap
-@pytest.mark.parametrize(
-    "completion, score",
-    [
-        (f"```python\nx = 1\n```\n```python\nprint('hi')\n{ADD}```\nDone.", 1.0),
-        (f"```python\n{ADD}", 0.0),
-        ("```python\nimport os; os._exit(0)\n```", 0.0),
-        (f"```python\n{ADD}x = bytearray(10**10)\n```", 0.0),
-    ],
-)
-def test_the_last_block_of_code_must_pass_the_tests(readme_reward, completion, score):
-    assert readme_reward("code")([completion], [ADD_TESTS]) == [score]
-
-
-@pytest.mark.slow
-@needs_bubblewrap
-def test_code_reaches_no_file_variable_or_network(readme_reward, tmp_path, monkeypatch):
-    monkeypatch.setenv("MINE", "secret")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        program = f"""
+ISOLATED = """
 import os, socket
-assert "MINE" not in os.environ
-assert not os.path.exists({str(tmp_path)!r})
-assert socket.socket().connect_ex({server.getsockname()})  # an error
+assert "HOME" not in os.environ
+assert not os.path.exists("/etc/passwd")
+assert len(socket.if_nameindex()) == 1
 """
-        assert readme_reward("passes")(program)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bubblewrap.returncode != 0, reason="bubblewrap does not work here")
+def test_the_last_block_of_code_must_pass_the_tests_on_its_own(readme_reward):
+    right = [
+        f"```python\nx = 1\n```\n```python\nprint('hi')\n{ADD}```\nDone.",
+        f"```python\n{ADD}{ISOLATED}```",
+    ]
+    wrong = [
+        f"```python\n{ADD}",
+        "```python\nimport os; os._exit(0)\n```",
+        f"```python\n{ADD}x = bytearray(10**10)\n```",
+    ]
+    scores = readme_reward("code")(right + wrong, [ADD_TESTS] * 5)
+    assert scores == [1, 1, 0, 0, 0]
 
 
 # --------------------------------------------------------------------------- whole runs
 # Options of a run of half a second.
 QUICK = {
+    "reward": HASHED,
     "dtype": "float32",
     "max_steps": 3,
     "sft_steps": 0,
@@ -1853,20 +1667,19 @@ def trained_weights(run):
 
 def sigterm_at_each_step():
     """Each training step begins with a SIGTERM."""
+    real_step = grpo.train_step
 
-    def interrupt(*args):
+    def interrupted_step(*args):
         signal.raise_signal(signal.SIGTERM)
-        return mock.DEFAULT  # what is wrapped is called, too
+        return real_step(*args)
 
-    real = grpo.train_step
-    return mock.patch.object(grpo, "train_step", wraps=real, side_effect=interrupt)
+    return mock.patch.object(grpo, "train_step", interrupted_step)
 
 
 @pytest.mark.slow
 def test_the_built_in_task_learns(tmp_path):
     """From 0.41 to 0.60 in 20 steps, with a standard error of 0.02 each."""
-    tiny = {**grpo.TINY, "num_generations": 4, "max_steps": 20, "warmup_steps": 0}
-    new_run(tmp_path, **tiny)
+    new_run(tmp_path, **grpo.TINY, reward="accuracy", max_steps=20, warmup_steps=0)
     rows = logged(tmp_path)
     before = statistics.mean(row["reward"] for row in rows[:3])
     after = statistics.mean(row["reward"] for row in rows[-3:])
@@ -1877,11 +1690,20 @@ def test_the_built_in_task_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_completion_is_logged_with_its_reward(tmp_path):
+def test_the_logs_have_evaluations_and_completions_of_every_second_step(tmp_path):
+    """The data may have a column `step`, too."""
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1, "step": "a"} for i in range(40)]
     new_run(
-        tmp_path, reward=[HASHED, "accuracy"], max_completion_length=1, eval_every=2
+        tmp_path / "run",
+        data=write_rows(tmp_path / "data.jsonl", rows),
+        reward=[HASHED, "accuracy"],
+        max_completion_length=1,
+        eval_every=2,
     )
-    samples = logged(tmp_path, "completions.jsonl")
+    metrics = logged(tmp_path / "run")
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert ["eval/reward" in row for row in metrics] == [True, False, True, True]
+    samples = logged(tmp_path / "run", "completions.jsonl")
     assert [x["step"] for x in samples] == [1] * 16 + [2] * 16 + [3] * 16
     for sample in samples:
         text, answer = sample["completions"], sample["answer"]
@@ -1889,35 +1711,21 @@ def test_each_completion_is_logged_with_its_reward(tmp_path):
         assert sample["reward"] == pytest.approx(reward)
 
 
-def test_a_column_of_the_data_does_not_replace_the_step_in_the_log(tmp_path):
-    columns = {"prompts": ["1"], "completions": ["2"], "reward": [1.0], "step": ["a"]}
-    grpo.log_completions(grpo.Config(output_dir=str(tmp_path)), 3, columns)
-    assert logged(tmp_path, "completions.jsonl")[0]["step"] == 3
-
-
 def test_each_seed_step_and_rank_draws_other_numbers(monkeypatch):
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     draws = set()
-    for seed, step, rank in np.ndindex(2, 3, 2):
+    for seed, step, rank in [(5, 1, 0), (5, 1, 1), (5, 2, 0), (6, 1, 0)]:
         monkeypatch.setattr(grpo, "RANK", rank)
         grpo.set_seed(seed, step)
         draws.add(torch.rand(1).item())
-    assert len(draws) == 12
-
-
-@pytest.mark.slow
-def test_an_evaluation_stands_in_the_row_of_its_step(tmp_path):
-    new_run(tmp_path, eval_every=2)
-    rows = logged(tmp_path)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert ["eval/reward" in row for row in rows] == [True, False, True, True]
+    assert len(draws) == 4
 
 
 @pytest.mark.slow
 def test_without_steps_a_run_only_evaluates_all_rows_greedily(tmp_path):
     prompts = [f"{i}+{i}=" for i in range(11)]
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": x} for x in prompts])
-    run = new_run(tmp_path / "run", max_steps=0, eval_data=data, reward=HASHED)
+    run = new_run(tmp_path / "run", max_steps=0, eval_data=data)
     texts = []
     for prompt in prompts:
         ids = run.tokenizer(prompt, return_tensors="pt").input_ids.to(grpo.DEVICE)
@@ -1937,63 +1745,42 @@ def test_without_steps_there_are_no_reference_float32_weights_and_optimizer():
     assert {weight.dtype for weight in run.policy.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.slow
-def test_an_evaluation_leaves_out_unjudged_completions(tmp_path, monkeypatch):
-    def judge_all_but_one(completions, **columns):
-        return [None] + [1] * (len(completions) - 1)
-
-    monkeypatch.setitem(grpo.REWARDS, "most", judge_all_but_one)
-    new_run(tmp_path, reward="most=2", max_steps=0)
-    assert logged(tmp_path)[0]["eval/reward"] == 2
-
-
-@contextlib.contextmanager
-def recorded_gradients():
-    """Yields a list that gets the whole gradients of each optimizer step."""
-    steps = []
-
-    def clip(weights, max_norm):
-        weights = list(weights)
-        is_shard = isinstance(weights[0].grad, grpo.DTensor)
-        grads = [x.grad.full_tensor() if is_shard else x.grad.clone() for x in weights]
-        steps.append(grads)
-        return clip_grad_norm_(weights, max_norm)
-
-    with mock.patch.object(grpo, "clip_grad_norm_", clip):
-        yield steps
+def test_an_evaluation_leaves_out_unjudged_completions():
+    run = tiny_run()
+    run.reward_functions = {"most": (lambda **columns: [None, 1, 1], 2.0)}
+    assert grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)["eval/reward"] == 2
 
 
 @pytest.mark.slow
 def test_a_supervised_step_descends_the_negative_log_likelihood(tmp_path):
     """That of the solution and its EOS, and of all weights in spite of LoRA."""
-    rows = [{"prompt": f"{i}+1=", "answer": 0, "solution": f"{i}{i}"} for i in range(9)]
-    options = {"data": write_rows(tmp_path / "data.jsonl", rows), "lora_rank": 2}
-    with (
-        mock.patch.object(grpo, "update", wraps=grpo.update) as update,
-        recorded_gradients() as gradients,
-    ):
-        new_run(tmp_path / "run", **options, sft_steps=1, max_steps=1)
-    run, batch, _ = update.call_args_list[0].args
+    rows = 9 * [{"prompt": "1+1=", "solution": "23"}]
+    with mock.patch.object(grpo, "update", wraps=grpo.update) as update:
+        new_run(
+            tmp_path / "run",
+            data=write_rows(tmp_path / "data.jsonl", rows),
+            lora_rank=2,
+            sft_steps=1,
+            max_grad_norm=0.0,
+        )
+    run = update.call_args_list[0].args[0]
     assert run.reference is None
-    for prompt, ids, mask in zip(batch.prompt_ids, *batch.inputs[2:]):
-        number = run.tokenizer.decode(prompt)[:-3]
-        assert run.tokenizer.decode(ids[mask]) == f"{number}{number}<eos>"
-    policy = grpo.tiny_model(0).to(grpo.DEVICE)  # as it was before
-    logp = slow_logprobs(policy, *batch.inputs)
-    loss = -(logp.sum(1) / batch.mask.sum(1)).mean()
-    expected = torch.autograd.grad(loss, list(policy.parameters()))
-    assert_close(gradients[0], [*expected], atol=1e-5, rtol=1e-4)
+    ids = torch.tensor([run.tokenizer.encode("1+1=23<eos>")])
+    policy = grpo.tiny_model(0)  # as it was before
+    logps = policy(ids).logits[0].log_softmax(1)
+    loss = -(logps[3, ids[0, 4]] + logps[4, ids[0, 5]] + logps[5, ids[0, 6]]) / 3
+    grads = torch.autograd.grad(loss, list(policy.parameters()))
+    for moment, grad in zip(first_moments(run), grads):
+        assert_close(moment.cpu(), 0.1 * grad, atol=1e-6, rtol=1e-4)
 
 
 # ------------------------------------------------------- checkpoints, LoRA and bfloat16
 KILLER = """
 import os
 from torch.distributed import checkpoint
-calls = []
 
 def killer(completions, **columns):
-    calls.append(1)
-    if len(calls) == 4 and "KILL" in os.environ:
+    if os.path.exists(os.environ.get("KILL_AFTER", "")):
         checkpoint.save = lambda *args, **kwargs: os.kill(os.getpid(), 9)
     return [sum(map(ord, text)) % 7 for text in completions]
 """
@@ -2003,30 +1790,27 @@ def killer(completions, **columns):
 @pytest.mark.parametrize(
     "options",
     [
-        {"lr_scheduler_type": "linear", "sft_steps": 2},
+        {"lr_scheduler_type": "linear", "sft_steps": 2, "eval_every": 3},
         {"dtype": "bfloat16", "num_mini_batches": 2},
         {"dtype": "bfloat16", "lora_rank": 2, "sft_steps": 2},
     ],
 )
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, options):
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, options):
     """kill -9 in the middle of the second checkpoint."""
-    monkeypatch.delitem(sys.modules, "killer", raising=False)
     (tmp_path / "killer.py").write_text(KILLER)
     reward = f"{tmp_path}/killer.py:killer"
     options = {**QUICK, "reward": reward, "max_steps": 4, "save_every": 2, **options}
     folder = tmp_path / "killed"
     result = subprocess.run(
         [sys.executable, grpo.__file__, *arguments(**options, output_dir=folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "KILL": "1"},
+        env={**os.environ, "KILL_AFTER": str(folder / "checkpoint-2")},
     )
     assert result.returncode == -signal.SIGKILL
     assert saved_steps(folder) == [2] and logged(folder)[-1]["step"] == 4
     with open(folder / "metrics.jsonl", "a") as log:
         log.write('{"step": 1, "cut off')
     (folder / "partial" / "stale.safetensors").touch()
-    (folder / "mine.jsonl").write_text('{"of": "the user"}')
     run_program(resume=folder)
-    assert (folder / "mine.jsonl").read_text() == '{"of": "the user"}'
     run_program(**options, output_dir=tmp_path / "whole")
     assert outcome_of(folder) == outcome_of(tmp_path / "whole")
 
@@ -2035,7 +1819,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
     """In the dtype of the run, with the tied weight once."""
-    run = new_run(tmp_path, reward=HASHED, dtype=dtype, max_steps=1)
+    run = new_run(tmp_path, dtype=dtype, max_steps=1)
     checkpoint = tmp_path / "checkpoint-1"
     load = AutoModelForCausalLM.from_pretrained
     model, info = load(checkpoint, output_loading_info=True)
@@ -2045,20 +1829,15 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
         expected = weight.to(getattr(torch, dtype))
         assert torch.equal(model.get_parameter(name), expected)
     size = (checkpoint / "model.safetensors").stat().st_size
-    num_weights = (
-        135_168  # see `grpo.tiny_model`; more if the tied one were twice there
-    )
+    num_weights = model.num_parameters()  # of a tied weight, once
     assert size < num_weights * getattr(torch, dtype).itemsize + 4000  # the header
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    assert tokenizer.decode(tokenizer.encode("12 + 3\n=")) == "12 + 3\n="
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
     """Its reference is the policy without them: the KL term starts at 0."""
-    options = {"dtype": dtype, "lora_rank": 2, "sft_steps": 2, "learning_rate": 0.01}
-    run = new_run(tmp_path, reward=HASHED, **options)
+    run = new_run(tmp_path, dtype=dtype, lora_rank=2, sft_steps=2, learning_rate=0.01)
     base = weights_of(tmp_path / "sft")
     checkpoint = tmp_path / "checkpoint-3"
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(checkpoint).base_model.model
@@ -2078,8 +1857,9 @@ def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
 @pytest.mark.slow
 def test_small_updates_of_a_bfloat16_run_are_kept_in_float32(tmp_path):
     """At a learning rate of 1e-6 the bfloat16 weights barely move."""
-    options = {"dtype": "bfloat16", "learning_rate": 1e-6, "warmup_steps": 0}
-    run = new_run(tmp_path, reward=HASHED, sft_steps=2, **options)
+    run = new_run(
+        tmp_path, dtype="bfloat16", sft_steps=2, learning_rate=1e-6, warmup_steps=0
+    )
     before, after = weights_of(tmp_path / "sft"), weights_of(tmp_path / "checkpoint-3")
     for name, weight in trained_weights(run).items():
         moves = (weight - before[name]).abs()
@@ -2095,26 +1875,16 @@ def test_small_updates_of_a_bfloat16_run_are_kept_in_float32(tmp_path):
 @pytest.mark.parametrize("gap, temperature", [(0.5, 1), (math.nan, 1), (0.05, 4)])
 def test_a_run_stops_if_sampling_and_training_differ(tmp_path, gap, temperature):
     """By 0.1 nats at temperature 1. Log-probs at temperature 4 are closer."""
-    real_generate = grpo.generate
-
-    def generate(*args):
-        ids, logp = real_generate(*args)
-        return ids, logp + gap
-
-    edited = mock.patch.object(grpo, "generate", generate)
-    with edited, pytest.raises(SystemExit, match="sampling and of training differ by"):
+    result = {"sampling_gap": gap}, {}
+    step = mock.patch.object(grpo, "train_step", return_value=result)
+    with step, pytest.raises(SystemExit, match="sampling and of training differ by"):
         new_run(tmp_path, temperature=temperature)
-    assert not (tmp_path / "metrics.jsonl").exists()  # at the first step
 
 
 # --------------------------------------------------------- signals, trackers and errors
 def test_the_first_signal_restores_the_usual_handlers():
     usual = signal.getsignal(signal.SIGINT)
-    with grpo.heed_signals():
-        pass
-    assert signal.getsignal(signal.SIGINT) is usual
     with grpo.heed_signals() as received:
-        assert signal.getsignal(signal.SIGINT) is not usual
         signal.raise_signal(signal.SIGINT)
         assert received == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is usual
@@ -2123,27 +1893,25 @@ def test_the_first_signal_restores_the_usual_handlers():
 
 @pytest.mark.slow
 def test_a_signal_stops_a_run_that_the_same_process_resumes(tmp_path):
-    options = {"reward": HASHED, "eval_every": 2}
     with sigterm_at_each_step(), pytest.raises(SystemExit) as stop:
-        new_run(tmp_path / "stopped", **options)
+        new_run(tmp_path / "stopped", eval_every=2)
     # A text as the code of a SystemExit is printed, and the exit status is 1.
     hint = f"python grpo.py --resume {tmp_path}/stopped"
     assert stop.value.code == f"stopped; go on: {hint}"
     assert saved_steps(tmp_path / "stopped") == [1]
     run_program(resume=tmp_path / "stopped")
-    new_run(tmp_path / "whole", **options)
+    new_run(tmp_path / "whole", eval_every=2)
     assert outcome_of(tmp_path / "stopped") == outcome_of(tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
-    """Which a resumed run repeats. Only the first rank reports."""
     wandb = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_RUN_ID", "")  # restored after the test
-    for folder in ("a", "b"):
-        options = {"report_to": "wandb", "max_steps": 1, "eval_every": 1}
-        new_run(tmp_path / folder / "run", **options)
+    for name in ("a", "b"):
+        folder = tmp_path / name / "run"
+        new_run(folder, report_to="wandb", max_steps=1, eval_every=1)
     run = run_program(resume=tmp_path / "a" / "run", max_steps=2)
     names = [call.kwargs["name"] for call in wandb.init.call_args_list]
     assert names[0] == names[2] != names[1]
@@ -2161,6 +1929,8 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"reward": "fluency"}, "fluency is neither built in nor FILE.py:FUNCTION"),
+        ({"reward": f"{__file__}:typo"}, "no function 'typo' in"),
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
         ({"max_completion_length": 40_000}, "--max-completion-length: .* positions"),
@@ -2170,9 +1940,7 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_a_mistake_of_the_user_is_reported_in_one_line(
-    tmp_path, monkeypatch, options, message
-):
+def test_a_mistake_is_reported_in_one_line(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
     Path("theirs").mkdir()
@@ -2222,38 +1990,31 @@ UPDATES = [
     {"loss_type": "grpo", "beta": 0.0},
     {"lora_rank": 2, "beta": 0.0, "num_iterations": 2},
 ]
-# The lengths of the completions of four prompts. Of two ranks the first has the prompts
-# 0 and 2, and the second the prompts 1 and 3.
-LENGTHS = [[6, 5, 6, 3], [1, 1, 1, 1], [6, 6, 2, 4], [1, 1, 1, 1]]
+# The lengths of four completions of each of four prompts. Of two ranks the first has
+# the prompts 0 and 2, and the second the prompts 1 and 3.
+LENGTHS = [6, 5, 6, 3] + [1, 1, 1, 1] + [6, 6, 2, 4] + [1, 1, 1, 1]
 
 
 def gradients_of_an_update(options):
-    """The gradients at each optimizer step of an update on 4 prompts, of which this
-    rank has a share, and the metrics."""
+    """The moments of the gradients of an update on 4 prompts, of which this rank has a
+    share, and the metrics."""
     config = grpo.Config(
         prompts_per_step=4, micro_batch_size=3, dtype="float32", **options
     )
-    models = [grpo.tiny_model(seed).eval() for seed in (0, 1)]  # policy, reference
-    with mock.patch.object(grpo, "load_model", side_effect=models):
-        run = grpo.build_run(config, "tiny", reward_functions={})
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, 47, (4, 4, 6), generator=generator)
-    mask = torch.arange(6) < torch.tensor(LENGTHS)[:, :, None]
-    columns = {
-        "prompt_ids": ids.flip(2),
-        "prompt_mask": mask.flip(2),
-        "completion_ids": ids,
-        "mask": mask,
-        "advantages": torch.randn(4, 4, 1, generator=generator).expand(4, 4, 6),
-    }
-    for name, column in columns.items():
-        share = column[grpo.RANK :: grpo.WORLD_SIZE].flatten(0, 1)
-        columns[name] = share.to(grpo.DEVICE)
-    with recorded_gradients() as gradients:
-        metrics = grpo.update(run, grpo.Batch(**columns), learning_rate=1e-3)
-    norms = [get_total_norm(x).item() for x in gradients]
-    assert metrics["grad_norm"] == pytest.approx(statistics.mean(norms), rel=1e-5)
-    return gradients, grpo.mean_over_ranks(metrics)
+    run = grpo.build_run(config, "tiny", reward_functions={})
+    torch.manual_seed(0)
+    ids = torch.randint(2, 47, (16, 6))
+    mask = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
+    batch = grpo.Batch(
+        prompt_ids=ids.flip(1),
+        prompt_mask=mask.flip(1),
+        completion_ids=ids,
+        mask=mask,
+        advantages=torch.randn(16, 1).expand(16, 6),
+    )
+    share = torch.arange(16).view(4, 4)[grpo.RANK :: grpo.WORLD_SIZE].flatten()
+    metrics = grpo.update(run, batch.select(share), learning_rate=1e-3)
+    return first_moments(run), grpo.mean_over_ranks(metrics)
 
 
 def program_of_each_rank(folder):
@@ -2268,7 +2029,6 @@ def program_of_each_rank(folder):
         "eval_every": 2,
         "max_steps": 2,
         "prompts_per_step": 2,
-        "reward": HASHED,
         "save_total_limit": 0,
     }
     with (
@@ -2298,7 +2058,7 @@ def two_ranks(tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert result.returncode == 0, result.stderr
     return folder
@@ -2310,8 +2070,8 @@ def test_gradients_and_metrics_of_two_ranks_are_those_of_one(two_ranks, case):
     expected = gradients_of_an_update(UPDATES[case])
     for rank in (0, 1):
         found = torch.load(two_ranks / f"rank{rank}.pt")[case]
-        # Sums in another order, in float32; they add up to about 1.
-        assert_close(found, expected, atol=1e-6, rtol=1e-4)
+        # Sums in another order, in float32.
+        assert_close(found, expected, atol=1e-7, rtol=1e-4)
 
 
 @pytest.mark.slow
