@@ -241,8 +241,8 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    # Equal rewards must have an advantage of exactly 0. With a rounded mean, eight
-    # rewards of 0.1 would have 1e-8 / 1e-8, here -0.4.
+    # Equal rewards must have an advantage of exactly 0. By the formula, eight rewards of
+    # 0.1 have -0.4 in float32: their mean is off by 1e-8, and so is their std.
     rewards = rewards.float()  # 0.1 + 0.2 and 0.3 become equal
     rewards = rewards.double()  # the sum of equal float32 numbers is exact in float64
     groups = rewards.view(-1, num_generations)  # (B, G)
