@@ -241,10 +241,11 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    # Equal rewards must have an advantage of exactly 0. By the formula, eight rewards of
-    # 0.1 have -0.4 in float32: their mean is off by 1e-8, and so is their std.
+    # Equal rewards must have an advantage of exactly 0. In float32 the mean of eight
+    # 0.1 is off by 1e-8, and divided by a std of 1e-8 that is -0.4. In float64 the sum
+    # of equal float32 numbers, and so their mean, is exact.
     rewards = rewards.float()  # 0.1 + 0.2 and 0.3 become equal
-    rewards = rewards.double()  # the sum of equal float32 numbers is exact in float64
+    rewards = rewards.double()
     groups = rewards.view(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
     if scale_rewards == "group":
@@ -374,12 +375,12 @@ def grpo_loss(
     arXiv:2512.02556), which is unbiased only with token-level ratios."""
     mask = mask.bool()
     weights = token_weights(mask) if weights is None else weights
-    # Without old_logp it is logp as a constant. The ratio exp(logp - constant) is then
-    # exactly 1, and its gradient is that of logp.
-    old_logp = logp if old_logp is None else old_logp
     # Masked log-probs may be infinite or NaN, and 0 * NaN is NaN: set them to 0.
-    old_logp = old_logp.detach().where(mask, 0)
     logp = logp.where(mask, 0)
+    if old_logp is None:  # the ratio is exactly 1, with the gradient of logp
+        old_logp = logp.detach()
+    else:
+        old_logp = old_logp.detach().where(mask, 0)
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
@@ -458,12 +459,13 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    # Indices of unfinished completions; logits, mask and cache have a row for each. The
-    # rows of finished ones in completion_ids keep their padding.
-    live = torch.arange(num_completions, device=eos.device)
-    prompt_of = live // num_generations
+    completions = torch.arange(num_completions, device=eos.device)
+    prompt_of = completions // num_generations
     logits, mask = logits[prompt_of], prompt_mask[prompt_of]
     cache.reorder_cache(prompt_of)  # selects rows; named after its use in beam search
+    # Row j of logits, mask and cache belongs to completion live[j]. Completions that
+    # have finished leave these three; in completion_ids their padding stays.
+    live = completions
 
     # In step i the cache holds the P tokens of the prompt and tokens 0 to i - 1 of the
     # completion. Token i is sampled, and then run to get the logits of token i + 1.
@@ -601,18 +603,8 @@ def train_step(run, train_rows, step):
         process = score_steps(run, columns, length=batch.mask.shape[1])
         batch.advantages = batch.advantages + process.to(DEVICE)
 
-    groups = scores["reward"].float().view(len(rows), -1)  # (B, G)
-    metrics = {name: x.nanmean().item() for name, x in scores.items()}
-    metrics |= {
-        "reward_std": groups.std(1).mean().item(),
-        "zero_std_fraction": (groups == groups[:, :1]).all(1).float().mean().item(),
-        "completion_length": batch.mask.sum(1).double().mean().item(),
-        "truncated_fraction": columns["finished"].count(False) / len(batch.mask),
-        "rollout_seconds": time.perf_counter() - start,  # with reward functions
-    }
-    if run.step_reward:
-        step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
-        metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
+    metrics = rollout_metrics(batch, columns, scores, config.num_generations)
+    metrics["rollout_seconds"] = time.perf_counter() - start  # with reward functions
 
     # 5. Minimise -min(ratio A, clip(ratio) A) + beta KL.
     start = time.perf_counter()
@@ -726,6 +718,21 @@ def reasoning_steps(tokenizer, ids):
     if ends:
         ends[-1] = len(ids) - 1
     return texts, ends
+
+
+def rollout_metrics(batch, columns, scores, num_generations):
+    """What a rollout and its scores come to: means over completions."""
+    metrics = {name: x.nanmean().item() for name, x in scores.items()}
+    groups = scores["reward"].float().view(-1, num_generations)  # (B, G)
+    metrics["reward_std"] = groups.std(1).mean().item()
+    equal = (groups == groups[:, :1]).all(1)
+    metrics["zero_std_fraction"] = equal.float().mean().item()
+    metrics["completion_length"] = batch.mask.sum(1).double().mean().item()
+    metrics["truncated_fraction"] = columns["finished"].count(False) / len(batch.mask)
+    if "step_rewards" in columns:
+        step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
+        metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
+    return metrics
 
 
 def scheduled_learning_rate(config, step):
@@ -894,14 +901,14 @@ def format_reward(prompts, completions, **columns):
     return scores
 
 
-# A number is read to its end, so that 12,5 and 1.2.3 are no numbers, and not 5 or 3.
+# A number is read to its end: 12,5 and 1.2.3 are no numbers, and not 5 or 3.
 NUMBER = (
     r"(?:(?<!\d)[-+])?[$€£]?"  # the minus of 3-5 is no sign
     r"(?:\d+ (?=\d+/\d))?"  # the whole part of 2 1/2
     r"\.?\d(?:[\d.,/:]*\d)?"
     r"(?:[eE][-+]?\d+)?"
 )
-# Not if it begins something else: 3\sqrt{2}, 3 + 4, 2 or 3, 2) Add.
+# In 72 clips it is 72. It begins something else in 3\sqrt{2}, 3 + 4, 2 or 3, 2) Add.
 NUMBER_ALONE = (
     rf"(?>{NUMBER})"  # (?>: never a shorter number
     r"(?![\w\\^(){]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
@@ -1074,6 +1081,8 @@ def load_function(name):
         raise Error(f"reward {name} is neither built in nor FILE.py:FUNCTION")
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = importlib.import_module(Path(path).stem)
+    if not os.path.samefile(getattr(module, "__file__", os.devnull), path):
+        raise Error(f"{path}: rename it, another module has this name")
     if not hasattr(module, function):
         raise Error(f"no function {function!r} in {path}")
     return getattr(module, function)
@@ -1211,12 +1220,11 @@ def load_tokenizer(name, model):
 def build_run(config, name, reward_functions, step_reward=None):
     """The `Run` of a config. name: the model that policy and reference start from, as a
     Hub name or a folder. AdamW always updates float32 weights:
-        --dtype     trained weights          weights that run
-        float32     float32                  the same
-        bfloat16    float32, in shards       copies in bfloat16, made by FSDP2
-    On several ranks both are in shards. With LoRA, these are the adapters only; the
-    frozen weights are in --dtype. With --max-steps 0 there is only the policy, in
-    --dtype."""
+                         loaded in    trained in    frozen in
+        all weights      float32      float32
+        LoRA             --dtype      float32       --dtype
+        --max-steps 0    --dtype
+    In bfloat16, FSDP2 makes the weights that run from the float32 ones."""
     dtype = getattr(torch, config.dtype)
     trains_all_weights = config.max_steps > 0 and not config.lora_rank
     policy_dtype = torch.float32 if trains_all_weights else dtype
@@ -1288,10 +1296,10 @@ def add_adapters(model, rank):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Switches LoRA off, which makes the policy its own reference. Both calls also set
-    `requires_grad` of the adapters, on the tensors that are there at the time: with
-    FSDP2, shards or gathered weights. These must not change in between. Sampling has
-    gathered them before, and they stay so until `drop_gathered`."""
+    """Switches LoRA off, which makes the policy its own reference. The first call
+    clears `requires_grad` of the adapters, and the second sets it again. With FSDP2
+    these are shards or gathered weights, and must be the same in both calls. They are:
+    sampling has gathered them before, and they stay so until `drop_gathered`."""
     model.disable_adapters()
     try:
         yield
@@ -1314,16 +1322,15 @@ def shard(model, dtype, keep_gathered, frozen=frozenset()):
                    could not gather together for each token.
         reference  keep_gathered=False: layer by layer, which saves memory.
     """
-    for module in [*decoder_layers(model), model]:
-        fsdp.fully_shard(
-            module,
-            reshard_after_forward=not keep_gathered,
-            mp_policy=fsdp.MixedPrecisionPolicy(dtype, torch.float32),
-            ignored_params=set(frozen),
-        )
-    # The output layer belongs to the outermost module. It stays gathered after the
-    # forward pass, because `sliced_logprobs` uses it then.
-    model.set_reshard_after_forward(False, recurse=False)
+    options = {
+        "mp_policy": fsdp.MixedPrecisionPolicy(dtype, torch.float32),
+        "ignored_params": set(frozen),
+    }
+    for layer in decoder_layers(model):
+        fsdp.fully_shard(layer, reshard_after_forward=not keep_gathered, **options)
+    # The outermost module has the output layer. It stays gathered after the forward
+    # pass, because `sliced_logprobs` uses it then.
+    fsdp.fully_shard(model, reshard_after_forward=False, **options)
     if keep_gathered:
         model.set_reshard_after_backward(False)
 

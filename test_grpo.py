@@ -1798,6 +1798,7 @@ def killer(completions, **columns):
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, options):
     """kill -9 in the middle of the second checkpoint."""
     (tmp_path / "killer.py").write_text(KILLER)
+    sys.modules.pop("killer", None)  # that of another case
     reward = f"{tmp_path}/killer.py:killer"
     options = {**QUICK, "reward": reward, "max_steps": 4, "save_every": 2, **options}
     folder = tmp_path / "killed"
@@ -1931,6 +1932,7 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     [
         ({"reward": "fluency"}, "fluency is neither built in nor FILE.py:FUNCTION"),
         ({"reward": f"{__file__}:typo"}, "no function 'typo' in"),
+        ({"reward": "math.py:f"}, "math.py: rename it, another module has this name"),
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
         ({"max_completion_length": 40_000}, "--max-completion-length: .* positions"),
@@ -1943,6 +1945,7 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
 def test_a_mistake_is_reported_in_one_line(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    Path("math.py").touch()
     Path("theirs").mkdir()
     Path("theirs", "mine").touch()
     options = {**QUICK, "output_dir": "run", **options}
