@@ -1811,7 +1811,9 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, options):
     with open(folder / "metrics.jsonl", "a") as log:
         log.write('{"step": 1, "cut off')
     (folder / "partial" / "stale.safetensors").touch()
+    (folder / "mine.jsonl").write_text('{"of": "the user"}')
     run_program(resume=folder)
+    assert (folder / "mine.jsonl").read_text() == '{"of": "the user"}'
     run_program(**options, output_dir=tmp_path / "whole")
     assert outcome_of(folder) == outcome_of(tmp_path / "whole")
 
