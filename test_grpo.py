@@ -1517,6 +1517,13 @@ def test_the_log_is_json_and_has_null_for_what_is_not_a_number(tmp_path):
     assert (tmp_path / "log.jsonl").read_text() == '{"a": null, "b": [null, 1.5]}\n'
 
 
+def test_a_run_without_a_checkpoint_logs_everything_anew(tmp_path):
+    config = grpo.Config(output_dir=str(tmp_path))
+    grpo.append_row(config, "metrics.jsonl", {"step": 0})
+    grpo.drop_rows_after(config, step=0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
 def test_help_shows_the_options(capsys):
     with pytest.raises(SystemExit):
         grpo.parse_args(["--help"])
