@@ -1798,8 +1798,7 @@ def killer(completions, **columns):
     "options",
     [
         {"lr_scheduler_type": "linear", "sft_steps": 2, "eval_every": 3},
-        {"dtype": "bfloat16", "num_mini_batches": 2},
-        {"dtype": "bfloat16", "lora_rank": 2, "sft_steps": 2},
+        {"dtype": "bfloat16", "lora_rank": 2, "sft_steps": 2, "num_mini_batches": 2},
     ],
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path, options):
