@@ -150,7 +150,7 @@ class Config:
 
     # Data
     data: str = option("", "JSONL file; default: built-in sums")
-    eval_data: str = option("", "JSONL file; default: a tenth of data, up to 64 rows")
+    eval_data: str = option("", "JSONL file; default: up to 64 rows of the data")
     reward: list[str] = field(
         default_factory=lambda: ["accuracy"],
         metadata={
@@ -459,13 +459,12 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    completions = torch.arange(num_completions, device=eos.device)
-    prompt_of = completions // num_generations
-    logits, mask = logits[prompt_of], prompt_mask[prompt_of]
-    cache.reorder_cache(prompt_of)  # selects rows; named after its use in beam search
     # Row j of logits, mask and cache belongs to completion live[j]. Completions that
     # have finished leave these three; in completion_ids their padding stays.
-    live = completions
+    live = torch.arange(num_completions, device=eos.device)
+    prompt_of = live // num_generations
+    logits, mask = logits[prompt_of], prompt_mask[prompt_of]
+    cache.reorder_cache(prompt_of)  # selects rows; named after its use in beam search
 
     # In step i the cache holds the P tokens of the prompt and tokens 0 to i - 1 of the
     # completion. Token i is sampled, and then run to get the logits of token i + 1.
@@ -868,7 +867,7 @@ def accuracy_reward(completions, answer, finished=None, **columns):
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
         gold = normalise(gold_answer(answer[i]))
-        if gold in [*"abcdefghij"]:  # with its text: B. Paris, (B) 12, \mathbf{B}
+        if gold in tuple("abcdefghij"):  # B. Paris, (B) 12 and \mathbf{B} are B
             letter = re.match(r"[\\(a-z{]*?\b([A-J])[):.}]", found)
             found = letter[1] if letter else found
         scores.append(float(normalise(found) == gold))
@@ -1322,15 +1321,16 @@ def shard(model, dtype, keep_gathered, frozen=frozenset()):
                    could not gather together for each token.
         reference  keep_gathered=False: layer by layer, which saves memory.
     """
-    options = {
-        "mp_policy": fsdp.MixedPrecisionPolicy(dtype, torch.float32),
-        "ignored_params": set(frozen),
-    }
+    shard_module = functools.partial(
+        fsdp.fully_shard,
+        mp_policy=fsdp.MixedPrecisionPolicy(dtype, torch.float32),
+        ignored_params=set(frozen),
+    )
     for layer in decoder_layers(model):
-        fsdp.fully_shard(layer, reshard_after_forward=not keep_gathered, **options)
+        shard_module(layer, reshard_after_forward=not keep_gathered)
     # The outermost module has the output layer. It stays gathered after the forward
     # pass, because `sliced_logprobs` uses it then.
-    fsdp.fully_shard(model, reshard_after_forward=False, **options)
+    shard_module(model, reshard_after_forward=False)
     if keep_gathered:
         model.set_reshard_after_backward(False)
 
