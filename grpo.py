@@ -185,7 +185,7 @@ class Config:
     run_id: str = option("", "by which a tracker resumes; default: a random one")
 
     def __post_init__(self):
-        smallest = {
+        smallest = {  # of all other numbers: 0
             "num_generations": 2,
             "prompts_per_step": 1,
             "max_completion_length": 1,
@@ -242,10 +242,10 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
     # Equal rewards must have an advantage of exactly 0. In float32 the mean of eight
-    # 0.1 is off by 1e-8, and divided by a std of 1e-8 that is -0.4. In float64 the sum
-    # of equal float32 numbers, and so their mean, is exact.
-    rewards = rewards.float()  # 0.1 + 0.2 and 0.3 become equal
-    rewards = rewards.double()
+    # 0.1 is off by 1e-8, and divided by a std of 1e-8 that is -0.4. So round to
+    # float32, which makes 0.1 + 0.2 equal to 0.3, and add in float64, where the sum of
+    # equal float32 numbers, and so their mean, is exact.
+    rewards = rewards.float().double()
     groups = rewards.view(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
     if scale_rewards == "group":
@@ -320,10 +320,11 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. For tokens sampled from
-    the policy its mean is KL(policy, reference), like that of the simpler -d, but with
-    less variance. Its mean gradient is that of KL(reference, policy); multiplied by the
-    ratio (`use_bias_correction_kl`) it is that of KL(policy, reference).
+    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Over tokens sampled from
+    the policy,
+        its mean is             KL(policy, reference), with less variance than -d
+        its mean gradient is    that of KL(reference, policy)
+        ratio * k3 has          both of KL(policy, reference), `use_bias_correction_kl`
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -459,8 +460,8 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    # Row j of logits, mask and cache belongs to completion live[j]. Completions that
-    # have finished leave these three; in completion_ids their padding stays.
+    # Before each sampling, row j of logits, mask and cache is of completion live[j].
+    # Completions that have finished have no row. In completion_ids they keep padding.
     live = torch.arange(num_completions, device=eos.device)
     prompt_of = live // num_generations
     logits, mask = logits[prompt_of], prompt_mask[prompt_of]
@@ -524,11 +525,15 @@ class Batch:
     prompt_mask: torch.Tensor  # (N, P), bool
     completion_ids: torch.Tensor  # (N, C), padded on the right
     mask: torch.Tensor  # (N, C), bool: up to and including the first EOS
-    sampled_logp: torch.Tensor | None = None  # (N, C), to compare with old_logp
-    advantages: torch.Tensor | None = None  # (N, C)
-    weights: torch.Tensor | None = None  # (N, C), see `token_weights`
-    old_logp: torch.Tensor | None = None  # (N, C), under the policy that sampled
-    ref_logp: torch.Tensor | None = None  # (N, C), under the reference
+    # All (N, C). Set by `rollout`, to compare with old_logp:
+    sampled_logp: torch.Tensor | None = None
+    # Set by `train_step`:
+    advantages: torch.Tensor | None = None
+    # Set by `update`. Without a KL term, or for a single update, they stay None:
+    ref_logp: torch.Tensor | None = None  # under the reference
+    old_logp: torch.Tensor | None = None  # under the policy that sampled
+    # Set by `optimizer_step`:
+    weights: torch.Tensor | None = None  # see `token_weights`
 
     @property
     def inputs(self):
@@ -569,7 +574,8 @@ class Run:
     policy: torch.nn.Module  # the causal LM of transformers that is trained
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_token_ids: list[int]  # a completion ends with any of these
-    optimizer: torch.optim.Optimizer | None  # None: this run only evaluates
+    # `update` sets its learning rate. None: this run only evaluates.
+    optimizer: torch.optim.Optimizer | None
     reward_functions: dict[str, tuple[Callable, float]]  # name: (function, weight)
     reference: torch.nn.Module | None = None  # needed unless beta is 0
     reference_context: Callable = contextlib.nullcontext  # LoRA: switches adapters off
@@ -782,10 +788,10 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # Metrics and the loss of "dapo" are means over the T tokens of all W ranks. Each
-    # rank divides its sums by T / W, not by its own number of tokens. The mean over
-    # ranks (of gradients by FSDP2, of metrics by `mean_over_ranks`) is then the sum
-    # over all ranks divided by T.
+    # Metrics and the loss of "dapo" are means over the T tokens of all W ranks. Later
+    # the mean over ranks is taken: of gradients by FSDP2, of metrics by
+    # `mean_over_ranks`. So each rank divides its sum by T / W:
+    #     (sum_1 / (T / W) + ... + sum_W / (T / W)) / W = (sum_1 + ... + sum_W) / T
     average_tokens = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, average_tokens
@@ -907,10 +913,12 @@ NUMBER = (
     r"\.?\d(?:[\d.,/:]*\d)?"
     r"(?:[eE][-+]?\d+)?"
 )
-# In 72 clips it is 72. It begins something else in 3\sqrt{2}, 3 + 4, 2 or 3, 2) Add.
+# The number of 72 clips, but of nothing that it only begins:
 NUMBER_ALONE = (
-    rf"(?>{NUMBER})"  # (?>: never a shorter number
-    r"(?![\w\\^(){]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
+    rf"(?>{NUMBER})(?!"  # (?>: never a shorter number
+    r"[\w\\^(){]|"  # 3\sqrt{2}, 3^2, 2) Add
+    r" ?[-+*/=×\\^]|"  # 3 + 4
+    r"[,;] ?\d| or\b| and\b)"  # 2, 3 and 2 or 3
 )
 ANSWER_IS = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
 
@@ -975,7 +983,7 @@ SPELLINGS = [  # what `normalise` replaces, in this order
     (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"[$€£%]", ""),
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),  # 1,000 -> 1000
-    (r" ?(,|[<>!]=) ?", r"\1"),  # (1, 2) -> (1,2) and x >= 1 -> x>=1
+    (r" ?(,|[<>!]=|[()\[\]]) ?", r"\1"),  # ( 1, 2 ) -> (1,2) and x >= 1 -> x>=1
 ]
 PLAIN_NUMBER = (
     r"\+?(-?)(?:(\d+) (?=\d+/))?([\d.]+(?:/\d+)?(?:e[-+]?\d{1,3})?)"  # -2 1/2
@@ -1033,6 +1041,8 @@ def judge(name):
     """The reward function of --reward judge:NAME: the mark that a chat model gives to a
     completion, divided by 10, or None if there is no mark in its reply."""
     reply = transformers.pipeline("text-generation", name, device=DEVICE)
+    # Batches need a pad token, which the tokenizers of Llama 3 and Mistral lack.
+    reply.tokenizer.pad_token = reply.tokenizer.pad_token or reply.tokenizer.eos_token
 
     def mark_completions(messages, completions, **columns):
         requests = []
@@ -1295,10 +1305,11 @@ def add_adapters(model, rank):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Switches LoRA off, which makes the policy its own reference. The first call
-    clears `requires_grad` of the adapters, and the second sets it again. With FSDP2
-    these are shards or gathered weights, and must be the same in both calls. They are:
-    sampling has gathered them before, and they stay so until `drop_gathered`."""
+    """Switches LoRA off, which makes the policy its own reference. `disable_adapters`
+    also clears `requires_grad` of the adapters, and `enable_adapters` sets it again.
+    FSDP2 replaces the sharded weights of a module by gathered ones, and back. Both
+    calls have to find the same ones, or adapters stay frozen. They do: sampling has
+    gathered them before, and they stay so until `drop_gathered`."""
     model.disable_adapters()
     try:
         yield
@@ -1541,8 +1552,8 @@ def save(run, folder, state=None):
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
         for name in policy.all_tied_weights_keys:
             weights.pop(name, None)
+        dtype = getattr(torch, run.config.dtype)
         if not run.config.lora_rank:
-            dtype = getattr(torch, run.config.dtype)
             for name, x in weights.items():
                 weights[name] = x.to(dtype) if x.is_floating_point() else x
         policy.save_pretrained(partial, state_dict=weights)
@@ -1613,9 +1624,10 @@ def sums(model, seed):
     rows = []
     for a in range(50):
         for b in range(10):
-            question, answer = f"{a}+{b}=", a + b
-            solution = answer + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
-            if model != "tiny":
+            if model == "tiny":
+                question, answer = f"{a}+{b}=", a + b
+                solution = answer + rng.choice([0, 0, 0, 1, 2, 5, 10, 20])
+            else:
                 c, d = rng.choices(range(10, 100), k=2)
                 question = f"Calculate {a} - {b} * ({c} - {d})."
                 answer = solution = a - b * (c - d)
@@ -1686,12 +1698,13 @@ def set_up(config):
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     if longest + config.max_completion_length > positions:
         raise Error(f"--max-completion-length: the model has {positions} positions")
-    for row in (eval_rows + rows)[:1]:
-        print0(f"the first prompt: {run.tokenizer.decode(row['prompt_ids'])!r}")
+    if rows or eval_rows:
+        first = (eval_rows + rows)[0]
+        print0(f"the first prompt: {run.tokenizer.decode(first['prompt_ids'])!r}")
     return run, rows[RANK::WORLD_SIZE], eval_rows
 
 
-# Sampling may differ from training by rounding: 1e-7 nats in float32, 0.01 in bfloat16.
+# Sampling may differ from training by rounding: 1e-7 nats in float32, 0.04 in bfloat16.
 MAX_SAMPLING_GAP = 0.1
 
 
@@ -1714,7 +1727,8 @@ def train(run, rows, eval_rows, report, signals=()):
         metrics, columns = train_step(run, rows, step)
         metrics = mean_over_ranks(metrics)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        gap = metrics["sampling_gap"] * config.temperature  # without dividing logits
+        # Log-probs are of logits / temperature, which divides rounding errors, too.
+        gap = metrics["sampling_gap"] * config.temperature
         if step == 1 and not gap < MAX_SAMPLING_GAP:  # or NaN
             raise Error(
                 "--model: log-probs of sampling and of training differ by "
@@ -1796,18 +1810,24 @@ def evaluate(run, rows, step):
 def heed_signals():
     """Lets Ctrl-C and SIGTERM stop a run after its step, and a second one at once.
     Yields the list of signals received, which is empty at first."""
+    usual = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
     received = []
 
+    def put_back():
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
     def stop(number, frame):
-        usual_handlers.close()
+        put_back()
         received.append(number)
         print0("stopping after this step; again to stop at once")
 
-    with contextlib.ExitStack() as usual_handlers:  # puts them back at its end
-        for number in (signal.SIGINT, signal.SIGTERM):
-            usual_handlers.callback(signal.signal, number, signal.getsignal(number))
-            signal.signal(number, stop)
+    for number in usual:
+        signal.signal(number, stop)
+    try:
         yield received
+    finally:
+        put_back()
 
 
 # ------------------------------------------------------------------------- command line

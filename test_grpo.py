@@ -1212,6 +1212,7 @@ ANSWERS = [
     # A tuple is no number.
     (r"\boxed{(0,100)}", "100", True, 0),
     (r"\boxed{(1,2)}", "(1, 2)", True, 1),
+    (r"\boxed{(\frac{1}{2}, 3)}", "(1/2, 3)", True, 1),
     # Of an equation, the right side counts, but not of several or of an inequality.
     (r"\boxed{m+n=293}", "293", True, 1),
     (r"\boxed{x=1, y=2}", "2", True, 0),
@@ -1319,6 +1320,7 @@ def test_a_reward_model_gives_the_logit_of_each_whole_chat(tmp_path):
 
 def test_a_judge_marks_a_batch_greedily_as_each_answer_alone(tmp_path):
     tokenizer = chat_tokenizer()
+    tokenizer.pad_token = None  # as in Llama 3
     model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=256)
     model.generation_config.update(do_sample=True, temperature=9.0)
     judge = grpo.load_function(f"judge:{save_model(tmp_path, model, tokenizer)}")
