@@ -29,8 +29,8 @@ Departures from the paper:
 The KL term (k3) is that of the paper, not multiplied by the ratio. TRL and
 DeepSeek-V3.2 multiply it, and so does `use_bias_correction_kl`.
 
-The core, up to the line "That is all of GRPO", stands alone. To train a model `name` on
-a list of `texts` with it:
+The core, up to the line "That is all of GRPO", uses nothing that is defined below it.
+To train a model `name` on a list of `texts` with it:
 
     import copy
     import torch
@@ -546,7 +546,7 @@ class Batch:
         length = int(self.mask[indices].sum(1).max())
         selected = {}
         for name, x in vars(self).items():
-            if name in ("prompt_ids", "prompt_mask"):
+            if name in ("prompt_ids", "prompt_mask"):  # padded on the left
                 selected[name] = x[indices, -prompt_length:]
             elif x is not None:  # all others are (N, C)
                 selected[name] = x[indices, :length]
@@ -561,14 +561,7 @@ class Batch:
 @dataclass
 class Run:
     """What a training step works with. Models are on DEVICE and in eval mode, so that
-    there is no dropout.
-
-    A reward function gets keyword arguments, lists with one element per completion:
-    `completions` (texts), `completion_ids`, `finished` (False where it was cut off at
-    the length limit) and the columns of the data. It returns a list with a finite
-    number for each, or None (or NaN) for one that it does not judge, which then gets
-    the mean of its group. A step reward also gets `steps`, the reasoning steps of each
-    completion, and returns a list of numbers for each."""
+    there is no dropout."""
 
     config: Config
     policy: torch.nn.Module  # the causal LM of transformers that is trained
@@ -576,17 +569,18 @@ class Run:
     eos_token_ids: list[int]  # a completion ends with any of these
     # `update` sets its learning rate. None: this run only evaluates.
     optimizer: torch.optim.Optimizer | None
-    reward_functions: dict[str, tuple[Callable, float]]  # name: (function, weight)
+    # {name: (function, weight)}, see `score`
+    reward_functions: dict[str, tuple[Callable, float]]
     reference: torch.nn.Module | None = None  # needed unless beta is 0
     reference_context: Callable = contextlib.nullcontext  # LoRA: switches adapters off
-    step_reward: Callable | None = None
+    step_reward: Callable | None = None  # see `score_steps`
     logprobs: Callable = token_logprobs  # or a faster one, such as `sliced_logprobs`
 
 
 def train_step(run, train_rows, step):
-    """Takes one GRPO step on B rows of the data. Returns metrics, to be averaged over
-    ranks, and columns, lists with one element per completion. A row is a dict with
-    "prompt_ids" and the columns that reward functions take; `step` starts at 1."""
+    """Takes one GRPO step on B rows of the data. Returns metrics, means over all ranks,
+    and columns, lists with one element per completion of this rank. A row is a dict
+    with "prompt_ids" and the columns that reward functions take; `step` starts at 1."""
     config = run.config
     start = time.perf_counter()
 
@@ -596,8 +590,10 @@ def train_step(run, train_rows, step):
     # 2. Sample G completions of each from the current policy.
     batch, columns = rollout(run, rows, config.num_generations, config.temperature)
 
-    # 3. Score them.
+    # 3. Score them, and with process supervision their reasoning steps.
     scores = score(run, columns, config.num_generations)
+    if run.step_reward:
+        columns |= score_steps(run, columns)
 
     # 4. Normalise within each group. All tokens of a completion share its advantage.
     advantages = group_advantages(
@@ -605,7 +601,13 @@ def train_step(run, train_rows, step):
     )
     batch.advantages = advantages.to(DEVICE)[:, None].expand(batch.mask.shape)
     if run.step_reward:
-        process = score_steps(run, columns, length=batch.mask.shape[1])
+        process = process_advantages(
+            columns["step_rewards"],
+            columns["step_ends"],
+            config.num_generations,
+            batch.mask.shape[1],
+            config.scale_rewards,
+        )
         batch.advantages = batch.advantages + process.to(DEVICE)
 
     metrics = rollout_metrics(batch, columns, scores, config.num_generations)
@@ -615,7 +617,8 @@ def train_step(run, train_rows, step):
     start = time.perf_counter()
     metrics |= update(run, batch, scheduled_learning_rate(config, step))
     metrics["update_seconds"] = time.perf_counter() - start
-    return metrics, columns | {name: x.tolist() for name, x in scores.items()}
+    columns |= {name: x.tolist() for name, x in scores.items()}
+    return mean_over_ranks(metrics), columns
 
 
 def prompt_batch(rows, step, size, seed):
@@ -628,8 +631,10 @@ def prompt_batch(rows, step, size, seed):
 
 
 def rollout(run, rows, num_generations, temperature):
-    """Samples completions of rows of the data. Returns a `Batch` and the columns that
-    reward functions are given: lists with one element per completion."""
+    """Samples completions of rows of the data. (An evaluation samples one of each, at
+    temperature 0.) Returns a `Batch` and the columns for reward functions, lists with
+    one element per completion: the columns of the data, `completions` (texts without
+    EOS), `completion_ids`, and `finished`, False if cut off at the length limit."""
     prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], "left")
     completion_ids, logp = generate(
         run.policy,
@@ -671,9 +676,10 @@ def pad(sequences, side):
 
 
 def score(run, columns, num_generations):
-    """Calls every reward function. Returns {name: (N,) float64}, with NaN for None.
-    "reward" is the weighted sum, in which an unjudged completion has the mean of its
-    group, or 0 if none was judged."""
+    """Calls every reward function with the columns as keyword arguments. It returns a
+    finite number for each completion, or None (or NaN) if it does not judge it.
+    Returns {name: (N,) float64}, with NaN for None. "reward" is the weighted sum, in
+    which an unjudged completion has the mean of its group, or 0 if none was judged."""
     size = len(columns["completions"])
     scores = {"reward": torch.zeros(size, dtype=torch.float64)}
     for name, (function, weight) in run.reward_functions.items():
@@ -692,19 +698,18 @@ def score(run, columns, num_generations):
     return scores
 
 
-def score_steps(run, columns, length):
-    """Calls the step reward. Returns advantages (N, C = length) by process supervision.
-    Adds the columns `steps` and `step_rewards`."""
+def score_steps(run, columns):
+    """Calls the step reward with the columns and two more: `steps`, the texts of the
+    reasoning steps of each completion, and `step_ends`, the indices of their last
+    tokens. It returns a list of numbers for each completion. Returns these two columns
+    and `step_rewards`."""
     found = [reasoning_steps(run.tokenizer, ids) for ids in columns["completion_ids"]]
-    columns["steps"] = [texts for texts, _ in found]
-    columns["step_rewards"] = run.step_reward(**columns)
-    return process_advantages(
-        columns["step_rewards"],
-        [ends for _, ends in found],
-        run.config.num_generations,
-        length,
-        run.config.scale_rewards,
-    )
+    step_columns = {
+        "steps": [texts for texts, _ in found],
+        "step_ends": [ends for _, ends in found],
+    }
+    step_columns["step_rewards"] = run.step_reward(**(columns | step_columns))
+    return step_columns
 
 
 def reasoning_steps(tokenizer, ids):
@@ -814,7 +819,7 @@ def optimizer_step(run, batch):
             use_bias_correction_kl=config.use_bias_correction_kl,
         )
         loss.backward()
-        if micro.sampled_logp is not None:
+        if micro.sampled_logp is not None:  # supervised steps have none
             means["sampling_gap"] = sampling_gap(micro, logp.detach())
         metrics["loss"] += loss.item()  # weighted already
         # Means over this micro-batch, times its share, add up to those over all.
@@ -854,6 +859,17 @@ def all_gather(value):
     if WORLD_SIZE > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def mean_over_ranks(metrics):
+    """Means of a dict of metrics over all ranks. A rank with NaN, on which a reward
+    function judged no completion, does not count."""
+    ranks = all_gather(metrics)
+    means = {}
+    for name in metrics:
+        values = torch.tensor([x[name] for x in ranks], dtype=torch.float64)
+        means[name] = values.nanmean().item()
+    return means
 
 
 # That is all of GRPO. The rest is optional: it turns the core into a program. Sections:
@@ -1725,7 +1741,6 @@ def train(run, rows, eval_rows, report, signals=()):
     for step in range(last_step + 1, config.max_steps + 1):
         set_seed(config.seed, step)
         metrics, columns = train_step(run, rows, step)
-        metrics = mean_over_ranks(metrics)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
         # Log-probs are of logits / temperature, which divides rounding errors, too.
         gap = metrics["sampling_gap"] * config.temperature
@@ -1754,17 +1769,6 @@ def train(run, rows, eval_rows, report, signals=()):
             bar.close()
             sys.exit(f"stopped; go on: python grpo.py --resume {config.output_dir}")
     bar.close()
-
-
-def mean_over_ranks(metrics):
-    """Means of a dict of metrics over all ranks. A rank with NaN, on which a reward
-    function judged no completion, does not count."""
-    ranks = all_gather(metrics)
-    means = {}
-    for name in metrics:
-        values = torch.tensor([x[name] for x in ranks], dtype=torch.float64)
-        means[name] = values.nanmean().item()
-    return means
 
 
 def is_due(every, step, is_last):
