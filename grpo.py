@@ -6,6 +6,8 @@ r"""GRPO, Group Relative Policy Optimization (arXiv:2402.03300), in one file.
     python grpo.py --model Qwen/Qwen2-Math-1.5B --data train.jsonl
     torchrun --nproc-per-node 8 grpo.py ...             # several GPUs (FSDP2)
 
+It needs Python 3.11, torch 2.13 and transformers 5.17, or later.
+
 One training step is `train_step`:
   1. take B prompts                                     `prompt_batch`
   2. sample G completions of each from the policy       `rollout`, `generate`
@@ -26,11 +28,11 @@ Departures from the paper:
   4) Process supervision (rewards of reasoning steps) is added to outcome supervision
      (rewards of completions). In the paper it replaces that.
   5) An update is skipped if its gradient is not finite.
-The KL term (k3) is that of the paper, not multiplied by the ratio. TRL and
+The KL term (k3) is that of the paper, not multiplied by the ratio. TRL 1.16 and
 DeepSeek-V3.2 multiply it, and so does `use_bias_correction_kl`.
 
 The core, up to the line "That is all of GRPO", uses nothing that is defined below it.
-To train a model `name` on a list of `texts` with it:
+To train a model `name` on a list of `texts` with it, in one process:
 
     import copy
     import torch
@@ -241,10 +243,11 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    # Equal rewards must have an advantage of exactly 0. In float32 the mean of eight
-    # 0.1 is off by 1e-8, and divided by a std of 1e-8 that is -0.4. So round to
-    # float32, which makes 0.1 + 0.2 equal to 0.3, and add in float64, where the sum of
-    # equal float32 numbers, and so their mean, is exact.
+    if not rewards.isfinite().all():
+        raise ValueError(f"rewards must be finite: {rewards}")
+    # Equal rewards must have an advantage of exactly 0. But in float32 the mean of
+    # eight 0.1 is not 0.1, and their advantage is -0.4. Rounded to float32, 0.1 + 0.2
+    # equals 0.3, and in float64 the sum of equal float32 numbers is exact.
     rewards = rewards.float().double()
     groups = rewards.view(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
@@ -276,7 +279,6 @@ def process_advantages(
         if len(group) < 2:  # a single reasoning step equals its mean
             continue
         rewards = torch.tensor([reward for _, _, reward in group])
-        # All reasoning steps of the group are normalised together.
         normalised = group_advantages(rewards, len(group), scale_rewards, eps)
         for (row, end, _), advantage in zip(group, normalised):
             advantages[row, : end + 1] += advantage
@@ -322,9 +324,9 @@ def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
     DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Over tokens sampled from
     the policy,
-        its mean is             KL(policy, reference), with less variance than -d
-        its mean gradient is    that of KL(reference, policy)
-        ratio * k3 has          both of KL(policy, reference), `use_bias_correction_kl`
+        the mean of k3            is KL(policy, reference); -d has more variance
+        its gradient              is that of KL(reference, policy), the reverse
+        the mean of ratio * k3    is KL(policy, reference), and so is its gradient
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -378,12 +380,10 @@ def grpo_loss(
     weights = token_weights(mask) if weights is None else weights
     # Masked log-probs may be infinite or NaN, and 0 * NaN is NaN: set them to 0.
     logp = logp.where(mask, 0)
-    if old_logp is None:  # the ratio is exactly 1, with the gradient of logp
-        old_logp = logp.detach()
-    else:
-        old_logp = old_logp.detach().where(mask, 0)
+    # Without old_logp the ratio is exactly 1, with the gradient of logp.
+    old_logp = logp if old_logp is None else old_logp.where(mask, 0)
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
-    ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
+    ratio = importance_ratio(logp, old_logp.detach(), mask, importance_sampling_level)
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
@@ -460,11 +460,11 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    # Before each sampling, row j of logits, mask and cache is of completion live[j].
-    # Completions that have finished have no row. In completion_ids they keep padding.
+    # Before each sampling, row j of logits, attention mask and cache is of completion
+    # live[j]. Finished completions have no row; in completion_ids they keep padding.
     live = torch.arange(num_completions, device=eos.device)
     prompt_of = live // num_generations
-    logits, mask = logits[prompt_of], prompt_mask[prompt_of]
+    logits, attention_mask = logits[prompt_of], prompt_mask[prompt_of]
     cache.reorder_cache(prompt_of)  # selects rows; named after its use in beam search
 
     # In step i the cache holds the P tokens of the prompt and tokens 0 to i - 1 of the
@@ -478,10 +478,12 @@ def generate(
             break
         if not unfinished.all():  # finished completions leave the batch
             kept = unfinished.nonzero()[:, 0]
-            live, ids, mask = live[kept], ids[kept], mask[kept]
+            live, ids, attention_mask = live[kept], ids[kept], attention_mask[kept]
             cache.reorder_cache(kept)
-        mask = F.pad(mask, (0, 1), value=True)  # a column for the token just sampled
-        logits = call_model(model, ids[:, None], mask, cache, logits_to_keep=1).logits
+        attention_mask = F.pad(attention_mask, (0, 1), value=True)  # the token sampled
+        logits = call_model(
+            model, ids[:, None], attention_mask, cache, logits_to_keep=1
+        ).logits
     return completion_ids, completion_logp
 
 
@@ -525,15 +527,12 @@ class Batch:
     prompt_mask: torch.Tensor  # (N, P), bool
     completion_ids: torch.Tensor  # (N, C), padded on the right
     mask: torch.Tensor  # (N, C), bool: up to and including the first EOS
-    # All (N, C). Set by `rollout`, to compare with old_logp:
-    sampled_logp: torch.Tensor | None = None
-    # Set by `train_step`:
-    advantages: torch.Tensor | None = None
-    # Set by `update`. Without a KL term, or for a single update, they stay None:
-    ref_logp: torch.Tensor | None = None  # under the reference
-    old_logp: torch.Tensor | None = None  # under the policy that sampled
-    # Set by `optimizer_step`:
-    weights: torch.Tensor | None = None  # see `token_weights`
+    # All (N, C):
+    sampled_logp: torch.Tensor | None = None  # when it was sampled
+    advantages: torch.Tensor | None = None  # None: before `train_step` sets them
+    ref_logp: torch.Tensor | None = None  # under the reference; None: no KL term
+    old_logp: torch.Tensor | None = None  # before the updates; None: a single update
+    weights: torch.Tensor | None = None  # of a mini-batch, see `token_weights`
 
     @property
     def inputs(self):
@@ -624,7 +623,7 @@ def train_step(run, train_rows, step):
 def prompt_batch(rows, step, size, seed):
     """The `size` rows of a step. Epochs are shuffled and drop an incomplete batch."""
     if size > len(rows):
-        raise Error(f"a step takes {size} rows, but only {len(rows)} fit")
+        raise Error(f"a step takes {size} rows of a rank, but it has {len(rows)}")
     epoch, i = divmod(step - 1, len(rows) // size)
     shuffled = random.Random(seed * 1_000_003 + epoch).sample(rows, len(rows))
     return shuffled[i * size : (i + 1) * size]
@@ -751,7 +750,7 @@ def scheduled_learning_rate(config, step):
     if config.lr_scheduler_type == "linear":
         steps_of_decay = max(1, config.max_steps - config.warmup_steps)
         steps_left = config.max_steps - step + 1  # with this one
-        factor *= min(1.0, steps_left / steps_of_decay)
+        factor = min(factor, steps_left / steps_of_decay)
     return config.learning_rate * factor
 
 
@@ -793,13 +792,12 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # Metrics and the loss of "dapo" are means over the T tokens of all W ranks. Later
-    # the mean over ranks is taken: of gradients by FSDP2, of metrics by
-    # `mean_over_ranks`. So each rank divides its sum by T / W:
-    #     (sum_1 / (T / W) + ... + sum_W / (T / W)) / W = (sum_1 + ... + sum_W) / T
-    average_tokens = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
+    # In the metrics and in the loss of "dapo", every rank divides its sums by T / W,
+    # the mean number of tokens per rank. The mean over ranks (of gradients by FSDP2, of
+    # metrics by `mean_over_ranks`) is then the mean over all T tokens.
+    tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
-        batch.mask, config.loss_type, config.max_completion_length, average_tokens
+        batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
     )
     metrics = defaultdict(float)
     for indices in batch.micro_batch_indices(config.micro_batch_size):
@@ -823,13 +821,13 @@ def optimizer_step(run, batch):
             means["sampling_gap"] = sampling_gap(micro, logp.detach())
         metrics["loss"] += loss.item()  # weighted already
         # Means over this micro-batch, times its share, add up to those over all.
-        share = micro.mask.sum().item() / average_tokens
+        share = micro.mask.sum().item() / tokens_per_rank
         for name, mean in means.items():
             metrics[name] += mean.item() * share
 
     parameters = [x for part in run.optimizer.param_groups for x in part["params"]]
     # A weight that the model does not use has no gradient. AdamW would make no state
-    # for it, and checkpoints would lack that.
+    # for it, and resuming would miss that.
     for x in parameters:
         if x.grad is None:
             x.grad = torch.zeros_like(x)
@@ -864,12 +862,9 @@ def all_gather(value):
 def mean_over_ranks(metrics):
     """Means of a dict of metrics over all ranks. A rank with NaN, on which a reward
     function judged no completion, does not count."""
-    ranks = all_gather(metrics)
-    means = {}
-    for name in metrics:
-        values = torch.tensor([x[name] for x in ranks], dtype=torch.float64)
-        means[name] = values.nanmean().item()
-    return means
+    ranks = [list(x.values()) for x in all_gather(metrics)]
+    means = torch.tensor(ranks, dtype=torch.float64).nanmean(0)
+    return dict(zip(metrics, means.tolist()))
 
 
 # That is all of GRPO. The rest is optional: it turns the core into a program. Sections:
@@ -889,7 +884,8 @@ def accuracy_reward(completions, answer, finished=None, **columns):
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
         gold = normalise(gold_answer(answer[i]))
-        if gold in tuple("abcdefghij"):  # B. Paris, (B) 12 and \mathbf{B} are B
+        if re.fullmatch("[a-j]", str(gold)):  # a choice, in lower case like all words
+            # B. Paris, (B) 12, \textbf{(B)} and \mathbf{B} are B.
             letter = re.match(r"[\\(a-z{]*?\b([A-J])[):.}]", found)
             found = letter[1] if letter else found
         scores.append(float(normalise(found) == gold))
@@ -950,16 +946,11 @@ def extract_answer(text, finished=True):
     """
     text = re.sub("[−–]", "-", text)
     for start in reversed([match.end() for match in re.finditer(r"\\boxed{", text)]):
-        depth = 1
-        for brace in re.compile(r"\\.|[{}]").finditer(text, start):  # \{ is no brace
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                break
-        if depth > 0:
+        end = closing_brace(text, start)
+        if end is None:
             return ""  # cut off
-        box = text[start : brace.start()]
-        if box.strip(" ."):
-            return box
+        if text[start:end].strip(" ."):
+            return text[start:end]
     _, mark, rest = text.rpartition("####")
     rest = re.sub(ANSWER_IS, "", rest).strip(" *\n")
     number = re.match(NUMBER_ALONE, rest)
@@ -971,6 +962,16 @@ def extract_answer(text, finished=True):
         return rest
     numbers = re.findall(NUMBER, text)
     return numbers[-1] if numbers else ""
+
+
+def closing_brace(text, start):
+    """The index of the } that closes a { just before `start`, or None."""
+    depth = 1
+    for brace in re.compile(r"\\.|[{}]").finditer(text, start):  # \{ is no brace
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
+    return None
 
 
 def gold_answer(answer):
@@ -1055,7 +1056,8 @@ Mark this answer from 0 to 10, by a number alone:
 
 def judge(name):
     """The reward function of --reward judge:NAME: the mark that a chat model gives to a
-    completion, divided by 10, or None if there is no mark in its reply."""
+    completion, divided by 10. The mark is the first number in its reply. None if there
+    is none, or if it is over 10."""
     reply = transformers.pipeline("text-generation", name, device=DEVICE)
     # Batches need a pad token, which the tokenizers of Llama 3 and Mistral lack.
     reply.tokenizer.pad_token = reply.tokenizer.pad_token or reply.tokenizer.eos_token
@@ -1073,10 +1075,12 @@ def judge(name):
             return_full_text=False,
             batch_size=16,
         )
-        texts = [x[0]["generated_text"] for x in replies]
-        # A whole number that is not a part of another, such as 8.5 or 100.
-        marks = [re.search(r"(?<![\d.])(10|\d)(?![\d.]*\d)", text) for text in texts]
-        return [int(mark[1]) / 10 if mark else None for mark in marks]
+        marks = []
+        for found in replies:
+            number = re.search(r"\d+(\.\d+)?", found[0]["generated_text"])
+            mark = float(number[0]) if number else math.inf
+            marks.append(mark / 10 if mark <= 10 else None)
+        return marks
 
     return mark_completions
 
@@ -1207,13 +1211,11 @@ def uses_chat_template(run):
     base models carry the template of another model, which they were not trained on."""
     if not run.tokenizer.chat_template:
         return False
-    user, assistant = "5151", "4242"  # texts that no template contains
-    question = {"role": "user", "content": user}
-    answer = {"role": "assistant", "content": assistant}
+    question = {"role": "user", "content": "5151"}
+    answer = {"role": "assistant", "content": "4242"}
     text = render_chat(run, [question, answer, question])
-    # What stands between the answer and the next question, such as
-    # "<|im_end|>\n<|im_start|>user\n".
-    ending = text.rpartition(assistant)[2].partition(user)[0]
+    # What stands between the two, such as "<|im_end|>\n<|im_start|>user\n".
+    ending = text.rpartition("4242")[2].partition("5151")[0]
     eos_tokens = run.tokenizer.convert_ids_to_tokens(run.eos_token_ids)
     return any(token and token in ending for token in eos_tokens)
 
@@ -1246,9 +1248,9 @@ def build_run(config, name, reward_functions, step_reward=None):
     """The `Run` of a config. name: the model that policy and reference start from, as a
     Hub name or a folder. AdamW always updates float32 weights:
                          loaded in    trained in    frozen in
-        all weights      float32      float32
+        all weights      float32      float32       -
         LoRA             --dtype      float32       --dtype
-        --max-steps 0    --dtype
+        --max-steps 0    --dtype      -             --dtype
     In bfloat16, FSDP2 makes the weights that run from the float32 ones."""
     dtype = getattr(torch, config.dtype)
     trains_all_weights = config.max_steps > 0 and not config.lora_rank
@@ -1321,11 +1323,11 @@ def add_adapters(model, rank):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Switches LoRA off, which makes the policy its own reference. `disable_adapters`
-    also clears `requires_grad` of the adapters, and `enable_adapters` sets it again.
-    FSDP2 replaces the sharded weights of a module by gathered ones, and back. Both
-    calls have to find the same ones, or adapters stay frozen. They do: sampling has
-    gathered them before, and they stay so until `drop_gathered`."""
+    """Switches LoRA off, so that the policy is its own reference. `disable_adapters`
+    clears `requires_grad` of the adapters that a module has now, and `enable_adapters`
+    sets it. When FSDP2 gathers or drops weights, the module gets other tensors, so it
+    must do neither in between, or adapters stay frozen. It does not: sampling has
+    gathered the policy, and only `drop_gathered` drops it, after an optimizer step."""
     model.disable_adapters()
     try:
         yield
@@ -1339,9 +1341,9 @@ def decoder_layers(model):
 
 
 def shard(model, dtype, keep_gathered, frozen=frozenset()):
-    """FSDP2: each rank keeps a part (shard) of the weights, in float32 if they are
-    trained, and the model runs with weights gathered from all ranks in `dtype`. On one
-    rank this only makes the bfloat16 weights. `frozen` weights are not sharded.
+    """FSDP2. A trained weight has two forms: float32 shards, one on each rank, which
+    AdamW updates, and the whole weight in `dtype`, gathered from them, with which the
+    model runs. `frozen` weights are whole, and not sharded.
         policy     keep_gathered=True: the first forward pass of a step gathers it, and
                    it stays so until the optimizer has changed the shards
                    (`drop_gathered`). Ranks sample different numbers of tokens, and
@@ -1423,8 +1425,8 @@ class SlicedLogSoftmax(torch.autograd.Function):
             softmax = logits.sub_(log_z[:, None]).exp_()  # (M, v)
             # d logp / d logits = one_hot(target) - softmax. Only the difference is
             # rounded to bfloat16, in which the softmax of a nearly certain token is 1.
-            columns = torch.arange(len(vocab_slice), device=targets.device)
-            one_hot = (targets[:, None] - start == columns).float()
+            vocab_ids = start + torch.arange(len(vocab_slice), device=targets.device)
+            one_hot = (targets[:, None] == vocab_ids).float()
             grad_logits = one_hot.sub_(softmax).mul_(grad[:, None] / ctx.temperature)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden += grad_logits @ vocab_slice
@@ -1448,7 +1450,7 @@ def choose_logprobs(model):
     return token_logprobs
 
 
-def join_ranks(config):
+def join_ranks(config, stack):
     """Sets up the device of this rank, and the group of ranks that FSDP2 needs: of one
     rank, too, in bfloat16."""
     backend = "gloo"
@@ -1464,6 +1466,8 @@ def join_ranks(config):
     elif config.dtype == "bfloat16":
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if dist.is_initialized():
+        stack.callback(dist.destroy_process_group)
 
 
 def set_seed(seed, step):
@@ -1478,27 +1482,20 @@ def print0(text):
         tqdm.write(text)
 
 
-def claim_output_dir(config):
-    """Makes the folder of the run and saves the options there. Returns the lock that
-    keeps other processes out; if another has it, an OSError says so."""
+def claim_output_dir(config, stack):
+    """Makes the folder of the run, locks it, so that no other process writes to it, and
+    saves the options there."""
     folder = Path(config.output_dir)
-    lock = filelock.FileLock(folder / "lock")
     if RANK == 0:
         folder.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in folder.iterdir()}
         if not config.resume and names - {"lock", "options.json"}:
             raise Error(f"{folder} is not empty: --resume it or choose another folder")
-        lock.acquire(timeout=0)
-        replace_text(folder / "options.json", json.dumps(vars(config), indent=1))
+        stack.enter_context(filelock.FileLock(folder / "lock", timeout=0))
+        partial = folder / "options.partial"  # so that options.json is always whole
+        partial.write_text(json.dumps(vars(config), indent=1))
+        partial.replace(folder / "options.json")
     all_gather(None)  # wait until it is there
-    return lock
-
-
-def replace_text(path, text):
-    """Writes a file so that it is never there in part."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def append_row(config, name, row):
@@ -1510,40 +1507,23 @@ def append_row(config, name, row):
             print(json.dumps(row), file=file)
 
 
-def drop_rows_after(config, step):
-    """Removes from the logs what a killed run has logged after its last checkpoint, or
-    everything if it has none (step 0)."""
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        path = Path(config.output_dir, name)
-        if not path.exists():
-            continue
-        kept = []
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a line cut off by a kill
-                if step > 0 and json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-        replace_text(path, "".join(kept))
-
-
-@contextlib.contextmanager
-def tracker(config):
-    """Yields a function that reports (metrics, step) to the tracker of --report-to."""
+def tracker(config, stack):
+    """A function that reports (metrics, step) to the tracker of --report-to."""
     if config.report_to == "none" or RANK > 0:
-        yield lambda metrics, step: None
-        return
+        return lambda metrics, step: None
     package = importlib.import_module(config.report_to)  # wandb, trackio: one interface
     name = f"{Path(config.output_dir).name}-{config.run_id}"
     os.environ["WANDB_RUN_ID"] = name  # wandb resumes by this, trackio by the name
     package.init(project="grpo", name=name, config=vars(config), resume="allow")
-    try:
-        yield package.log
-    finally:
-        package.finish()
+    stack.callback(package.finish)
+    return package.log
 
 
-# The state for resuming is the float32 weights that are trained (frozen ones are not
-# in it, so that loading must not be strict) and AdamW's moments. There is no random
-# state: every step has a seed of its own.
+LOGS = ("metrics.jsonl", "completions.jsonl")
+
+# The state for resuming: the float32 weights that are trained, and AdamW's moments.
+# Frozen weights are not in it, so loading must not be strict. There is no random state:
+# every step has a seed of its own.
 STATE = dsd.StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
@@ -1577,6 +1557,9 @@ def save(run, folder, state=None):
             policy.config.dtype = dtype  # it wrote that of the float32 weights
             policy.config.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
+        for log in LOGS:
+            if Path(folder.parent, log).exists():
+                shutil.copy(folder.parent / log, partial)
     if state:
         dcp.save(state, checkpoint_id=partial / "state")  # waits for all ranks
     if RANK == 0:
@@ -1587,8 +1570,14 @@ def save(run, folder, state=None):
 
 
 def restore(run):
-    """Loads the newest checkpoint, if there is one. Returns its step, or 0."""
+    """Loads the newest checkpoint, if there is one. Returns its step, or 0. The logs
+    become those of the checkpoint: what a killed run has logged after it is dropped."""
     folder = get_last_checkpoint(run.config.output_dir)
+    if RANK == 0:
+        for log in LOGS:
+            Path(run.config.output_dir, log).unlink(missing_ok=True)
+            if folder and Path(folder, log).exists():
+                shutil.copy(Path(folder, log), run.config.output_dir)
     if folder is None:
         return 0
     state = training_state(run)
@@ -1729,8 +1718,6 @@ def train(run, rows, eval_rows, report, signals=()):
     it after a step, with a checkpoint. report: see `tracker`."""
     config = run.config
     last_step = restore(run)
-    if RANK == 0:
-        drop_rows_after(config, last_step)
     evaluates = bool(eval_rows) and (config.eval_every > 0 or config.max_steps == 0)
     if last_step == 0 and evaluates:
         metrics = evaluate(run, eval_rows, step=0)
@@ -1810,10 +1797,9 @@ def evaluate(run, rows, step):
     return means
 
 
-@contextlib.contextmanager
-def heed_signals():
+def heed_signals(stack):
     """Lets Ctrl-C and SIGTERM stop a run after its step, and a second one at once.
-    Yields the list of signals received, which is empty at first."""
+    Returns the list of signals received, which is empty at first."""
     usual = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
     received = []
 
@@ -1828,10 +1814,8 @@ def heed_signals():
 
     for number in usual:
         signal.signal(number, stop)
-    try:
-        yield received
-    finally:
-        put_back()
+    stack.callback(put_back)
+    return received
 
 
 # ------------------------------------------------------------------------- command line
@@ -1860,18 +1844,18 @@ def main(argv=None):
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # logits are a view
-    lock = None
     try:
-        try:
-            config = parse_args(argv)
-            join_ranks(config)
-            config = all_gather(config)[0]  # all ranks use the folder of the first
-            lock = claim_output_dir(config)
-            run, rows, eval_rows = set_up(config)
-        except OSError as error:  # of a file or a model
-            raise Error(str(error)) from error
-        with tracker(config) as report, heed_signals() as signals:
-            train(run, rows, eval_rows, report, signals)
+        with contextlib.ExitStack() as stack:  # undoes at its end what was set up
+            try:
+                config = parse_args(argv)
+                join_ranks(config, stack)
+                config = all_gather(config)[0]  # all ranks use the folder of the first
+                claim_output_dir(config, stack)
+                run, rows, eval_rows = set_up(config)
+            except OSError as error:  # of a file or a model
+                raise Error(str(error)) from error
+            report = tracker(config, stack)
+            train(run, rows, eval_rows, report, heed_signals(stack))
     except Error as error:
         sys.exit(" ".join(f"error: {error}".split()))
     except ModuleNotFoundError as error:
@@ -1881,11 +1865,6 @@ def main(argv=None):
             "error: out of memory: lower --micro-batch-size, --prompts-per-step or "
             f"--num-generations: {error}"
         )
-    finally:
-        if lock:
-            lock.release()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -583,9 +583,10 @@ def test_process_advantages_are_those_of_plain_loops(scale_rewards):
     assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_each_reasoning_step_needs_a_reward():
+@pytest.mark.parametrize("second", [[2.0], [2.0, math.nan]], ids=["one", "nan"])
+def test_each_reasoning_step_needs_a_finite_reward(second):
     with pytest.raises(ValueError):
-        grpo.process_advantages([[1.0], [2.0]], [[3], [2, 3]], 2, length=4)
+        grpo.process_advantages([[1.0], second], [[3], [2, 3]], 2, length=4)
 
 
 def test_k3_of_nearly_equal_log_probs_is_not_lost_to_rounding():
@@ -1185,6 +1186,7 @@ ANSWERS = [
     ("none", "none", True, 0),
     # A letter may have its option behind it.
     (r"\boxed{B) 12}", "B", True, 1),
+    (r"\boxed{\textbf{(B)} x = 5}", "B", True, 1),
     (r"\boxed{\mathbf{B}}", "B", True, 1),
     (r"\boxed{Because}", "B", True, 0),
     (r"\boxed{A or B}", "B", True, 0),
@@ -1331,13 +1333,13 @@ def test_a_judge_marks_a_batch_greedily_as_each_answer_alone(tmp_path):
 
 
 def test_a_judge_marks_an_answer_to_the_last_question_by_0_to_1_or_none():
-    replies = ["8", "10", "I give 7/10", "8.5", "100"]
+    replies = ["8", "10", "I give 7.5/10", "none", "100"]
     pipeline = mock.Mock(return_value=[[{"generated_text": x}] for x in replies])
     with mock.patch.object(grpo.transformers, "pipeline", return_value=pipeline):
         judge = grpo.load_function("judge:some/model")
     chat = [USER, ASSISTANT, {"role": "user", "content": "why {x}?"}]
     marks = judge(messages=[chat] * 5, completions=["because"] * 5)
-    assert marks == [0.8, 1.0, 0.7, None, None]
+    assert marks == [0.8, 1.0, 0.75, None, None]
     [message] = pipeline.call_args.args[0][0]
     assert re.match(r"(?s)why {x}\?\n.*\nbecause$", message["content"])
 
@@ -1520,10 +1522,10 @@ def test_the_log_is_json_and_has_null_for_what_is_not_a_number(tmp_path):
 
 
 def test_a_run_without_a_checkpoint_logs_everything_anew(tmp_path):
-    config = grpo.Config(output_dir=str(tmp_path))
-    grpo.append_row(config, "metrics.jsonl", {"step": 0})
-    grpo.drop_rows_after(config, step=0)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    run = tiny_run(output_dir=str(tmp_path))
+    grpo.append_row(run.config, "metrics.jsonl", {"step": 0})
+    assert grpo.restore(run) == 0
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_help_shows_the_options(capsys):
@@ -1544,12 +1546,14 @@ def test_a_run_is_resumed_with_its_options_and_what_is_typed_is_saved(tmp_path):
     typed = ["--output-dir", str(tmp_path / "run"), "--learning-rate", "0.5"]
     first = grpo.parse_args([*typed, "--reward", "format", "accuracy=2"])
     assert first.run_id and first.run_id != grpo.parse_args([]).run_id
-    grpo.claim_output_dir(first).release()
+    with contextlib.ExitStack() as stack:
+        grpo.claim_output_dir(first, stack)
     folder = str((tmp_path / "run").rename(tmp_path / "moved"))
     second = grpo.parse_args(["--resume", folder, "--max-steps", "400", "--beta", "0"])
     expected = {"resume": folder, "output_dir": folder, "max_steps": 400, "beta": 0.0}
     assert second == dataclasses.replace(first, **expected)
-    grpo.claim_output_dir(second).release()
+    with contextlib.ExitStack() as stack:
+        grpo.claim_output_dir(second, stack)
     third = grpo.parse_args(["--resume", folder, "--beta", "0.1"])
     assert third == dataclasses.replace(second, beta=0.1)
 
@@ -1895,7 +1899,8 @@ def test_a_run_stops_if_sampling_and_training_differ(tmp_path, gap, temperature)
 # --------------------------------------------------------- signals, trackers and errors
 def test_the_first_signal_restores_the_usual_handlers():
     usual = signal.getsignal(signal.SIGINT)
-    with grpo.heed_signals() as received:
+    with contextlib.ExitStack() as stack:
+        received = grpo.heed_signals(stack)
         signal.raise_signal(signal.SIGINT)
         assert received == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is usual
@@ -1931,8 +1936,8 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     assert [call.kwargs["step"] for call in calls] == [0, 1, 0, 1, 2]
     assert "eval/reward" in calls[0].args[0] and "loss" in calls[1].args[0]
     monkeypatch.setattr(grpo, "RANK", 1)
-    with grpo.tracker(run.config) as report:
-        report({"loss": 1.0}, step=3)
+    with contextlib.ExitStack() as stack:
+        grpo.tracker(run.config, stack)({"loss": 1.0}, step=3)
     assert wandb.init.call_count == wandb.finish.call_count == 3
 
 
@@ -1969,7 +1974,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
     config = grpo.Config(output_dir=str(tmp_path))
     lock = grpo.filelock.FileLock(tmp_path / "lock")
     with lock, pytest.raises(OSError, match="lock' could not be acquired"):
-        grpo.claim_output_dir(config)
+        grpo.claim_output_dir(config, contextlib.ExitStack())
     assert not (tmp_path / "options.json").exists()
 
 
@@ -1992,7 +1997,7 @@ def test_an_error_in_an_edited_function_keeps_its_traceback(tmp_path, name, erro
 def test_ranks_wait_two_hours_for_the_slowest_reward(monkeypatch):
     monkeypatch.setattr(grpo, "WORLD_SIZE", 2)
     with mock.patch.object(grpo.dist, "init_process_group") as init_process_group:
-        grpo.join_ranks(grpo.Config(prompts_per_step=2))
+        grpo.join_ranks(grpo.Config(prompts_per_step=2), contextlib.ExitStack())
     assert init_process_group.call_args.kwargs["timeout"].total_seconds() == 7200
 
 
@@ -2032,7 +2037,7 @@ def gradients_of_an_update(options):
 
 def program_of_each_rank(folder):
     """torchrun runs this on two ranks. The tests below look at what it leaves."""
-    grpo.join_ranks(grpo.Config())
+    grpo.join_ranks(grpo.Config(), contextlib.ExitStack())
     gradients = [gradients_of_an_update(options) for options in UPDATES]
     torch.save(gradients, folder / f"rank{grpo.RANK}.pt")
     options = {
