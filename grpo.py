@@ -1277,14 +1277,14 @@ def build_run(config, name, reward_functions, step_reward=None):
 def prepare_training(run, name, dtype):
     """Adds adapters, reference and optimizer to a run, and shards its models."""
     config, policy = run.config, run.policy
-    frozen = set()
     if config.lora_rank:
         transformers.set_seed(config.seed)  # adapters start at random
-        frozen = add_adapters(policy, config.lora_rank)
+        add_adapters(policy, config.lora_rank)
         run.reference = policy
         run.reference_context = functools.partial(adapters_off, policy)
     elif config.beta:
-        run.reference = load_model(name, dtype, config.seed).requires_grad_(False)
+        # Without `requires_grad_(False)`: `shard` leaves frozen weights whole.
+        run.reference = load_model(name, dtype, config.seed)
         if WORLD_SIZE > 1:
             shard(run.reference, dtype, keep_gathered=False)
         run.reference.to(DEVICE)
@@ -1298,7 +1298,7 @@ def prepare_training(run, name, dtype):
     # On several ranks FSDP2 shards the weights. On one, it only makes the bfloat16
     # weights that run, while AdamW updates float32 ones.
     if WORLD_SIZE > 1 or dtype == torch.bfloat16:
-        shard(policy, dtype, keep_gathered=True, frozen=frozen)
+        shard(policy, dtype, keep_gathered=True)
     policy.to(DEVICE)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     run.optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
@@ -1307,8 +1307,7 @@ def prepare_training(run, name, dtype):
 
 
 def add_adapters(model, rank):
-    """LoRA (arXiv:2106.09685): only adapters are trained, in float32. Returns the set
-    of all other weights, which are frozen and whole on every rank."""
+    """LoRA (arXiv:2106.09685): only adapters are trained, in float32."""
     import peft
 
     lora = peft.LoraConfig(
@@ -1318,7 +1317,6 @@ def add_adapters(model, rank):
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
-    return {weight for weight in model.parameters() if not weight.requires_grad}
 
 
 @contextlib.contextmanager
@@ -1340,10 +1338,10 @@ def decoder_layers(model):
     return [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
 
 
-def shard(model, dtype, keep_gathered, frozen=frozenset()):
+def shard(model, dtype, keep_gathered):
     """FSDP2. A trained weight has two forms: float32 shards, one on each rank, which
     AdamW updates, and the whole weight in `dtype`, gathered from them, with which the
-    model runs. `frozen` weights are whole, and not sharded.
+    model runs. Frozen weights (the base of LoRA) stay whole on every rank.
         policy     keep_gathered=True: the first forward pass of a step gathers it, and
                    it stays so until the optimizer has changed the shards
                    (`drop_gathered`). Ranks sample different numbers of tokens, and
@@ -1353,7 +1351,7 @@ def shard(model, dtype, keep_gathered, frozen=frozenset()):
     shard_module = functools.partial(
         fsdp.fully_shard,
         mp_policy=fsdp.MixedPrecisionPolicy(dtype, torch.float32),
-        ignored_params=set(frozen),
+        ignored_params={x for x in model.parameters() if not x.requires_grad},
     )
     for layer in decoder_layers(model):
         shard_module(layer, reshard_after_forward=not keep_gathered)
