@@ -187,7 +187,7 @@ class Config:
     run_id: str = option("", "by which a tracker resumes; default: a random one")
 
     def __post_init__(self):
-        smallest = {  # of all other numbers: 0
+        smallest = {  # any other number: 0
             "num_generations": 2,
             "prompts_per_step": 1,
             "max_completion_length": 1,
@@ -245,9 +245,10 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         )
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
-    # Equal rewards must have an advantage of exactly 0. But in float32 the mean of
-    # eight 0.1 is not 0.1, and their advantage is -0.4. Rounded to float32, 0.1 + 0.2
-    # equals 0.3, and in float64 the sum of equal float32 numbers is exact.
+    # Equal rewards must have an advantage of exactly 0. In float32 the mean of eight
+    # 0.1 is off by a rounding error, the std is as small, and their quotient is -0.4.
+    # So first round to float32, where 0.1 + 0.2 equals 0.3, and then add in float64,
+    # where the sum of equal float32 numbers is exact.
     rewards = rewards.float().double()
     groups = rewards.view(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
@@ -279,6 +280,7 @@ def process_advantages(
         if len(group) < 2:  # a single reasoning step equals its mean
             continue
         rewards = torch.tensor([reward for _, _, reward in group])
+        # All reasoning steps of the G completions are one group.
         normalised = group_advantages(rewards, len(group), scale_rewards, eps)
         for (row, end, _), advantage in zip(group, normalised):
             advantages[row, : end + 1] += advantage
@@ -322,11 +324,12 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Over tokens sampled from
-    the policy,
-        the mean of k3            is KL(policy, reference); -d has more variance
-        its gradient              is that of KL(reference, policy), the reverse
-        the mean of ratio * k3    is KL(policy, reference), and so is its gradient
+    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Means over tokens that
+    were sampled from the policy:
+        k3                      KL(policy, reference), as for -d, with less variance
+        gradient of k3          that of KL(reference, policy), the reverse
+        ratio * k3              KL(policy, reference)
+        gradient of ratio*k3    that of KL(policy, reference)
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -337,7 +340,7 @@ def kl_k3(logp, ref_logp):
 def token_weights(mask, loss_type="grpo", max_completion_length=None, num_tokens=None):
     """The weight of each token in the loss: mask (N, C) -> (N, C) float64.
         grpo     1 / (number of tokens in its row) / N: a mean over sequences of means
-        dapo     1 / num_tokens (default: all tokens of the mask)
+        dapo     1 / num_tokens (default: those of the mask; see `optimizer_step`)
         dr_grpo  1 / (N * max_completion_length) (default: C)
     >>> token_weights(torch.tensor([[1, 1, 0], [1, 0, 0]])).tolist()
     [[0.25, 0.25, 0.0], [0.5, 0.0, 0.0]]
@@ -380,10 +383,10 @@ def grpo_loss(
     weights = token_weights(mask) if weights is None else weights
     # Masked log-probs may be infinite or NaN, and 0 * NaN is NaN: set them to 0.
     logp = logp.where(mask, 0)
-    # Without old_logp the ratio is exactly 1, with the gradient of logp.
-    old_logp = logp if old_logp is None else old_logp.where(mask, 0)
+    # None stands for logp itself: the ratio is 1, and its gradient is that of logp.
+    old_logp = (logp if old_logp is None else old_logp.where(mask, 0)).detach()
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
-    ratio = importance_ratio(logp, old_logp.detach(), mask, importance_sampling_level)
+    ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
@@ -460,8 +463,8 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    # Before each sampling, row j of logits, attention mask and cache is of completion
-    # live[j]. Finished completions have no row; in completion_ids they keep padding.
+    # completion_ids keeps all N rows. Logits, attention mask and cache keep only those
+    # of unfinished completions: their row j belongs to completion live[j].
     live = torch.arange(num_completions, device=eos.device)
     prompt_of = live // num_generations
     logits, attention_mask = logits[prompt_of], prompt_mask[prompt_of]
@@ -531,7 +534,7 @@ class Batch:
     sampled_logp: torch.Tensor | None = None  # when it was sampled
     advantages: torch.Tensor | None = None  # None: before `train_step` sets them
     ref_logp: torch.Tensor | None = None  # under the reference; None: no KL term
-    old_logp: torch.Tensor | None = None  # before the updates; None: a single update
+    old_logp: torch.Tensor | None = None  # before the updates; None: only one update
     weights: torch.Tensor | None = None  # of a mini-batch, see `token_weights`
 
     @property
@@ -577,9 +580,10 @@ class Run:
 
 
 def train_step(run, train_rows, step):
-    """Takes one GRPO step on B rows of the data. Returns metrics, means over all ranks,
-    and columns, lists with one element per completion of this rank. A row is a dict
-    with "prompt_ids" and the columns that reward functions take; `step` starts at 1."""
+    """Takes one GRPO step on B of the rows, which no other rank has. Returns metrics,
+    means over all ranks, and columns, lists with one element per completion of this
+    rank. A row is a dict with "prompt_ids" and the columns that reward functions take.
+    `step` starts at 1."""
     config = run.config
     start = time.perf_counter()
 
@@ -792,9 +796,10 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # In the metrics and in the loss of "dapo", every rank divides its sums by T / W,
-    # the mean number of tokens per rank. The mean over ranks (of gradients by FSDP2, of
-    # metrics by `mean_over_ranks`) is then the mean over all T tokens.
+    # The mini-batch has T tokens on all W ranks. In the metrics and in the loss of
+    # "dapo" each rank divides its sums by T / W, not by its own number of tokens. The
+    # mean over ranks (of gradients by FSDP2, of metrics by `mean_over_ranks`) is then
+    # the sum over all ranks divided by T.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -884,7 +889,9 @@ def accuracy_reward(completions, answer, finished=None, **columns):
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
         gold = normalise(gold_answer(answer[i]))
-        if re.fullmatch("[a-j]", str(gold)):  # a choice, in lower case like all words
+        choice = re.fullmatch(r"\(?([a-j])\)?", str(gold))  # B or (B)
+        if choice:
+            gold = choice[1]
             # B. Paris, (B) 12, \textbf{(B)} and \mathbf{B} are B.
             letter = re.match(r"[\\(a-z{]*?\b([A-J])[):.}]", found)
             found = letter[1] if letter else found
@@ -1295,8 +1302,8 @@ def prepare_training(run, name, dtype):
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-    # On several ranks FSDP2 shards the weights. On one, it only makes the bfloat16
-    # weights that run, while AdamW updates float32 ones.
+    # On one rank FSDP2 only makes the bfloat16 weights that run, while AdamW updates
+    # float32 ones.
     if WORLD_SIZE > 1 or dtype == torch.bfloat16:
         shard(policy, dtype, keep_gathered=True)
     policy.to(DEVICE)
@@ -1321,11 +1328,11 @@ def add_adapters(model, rank):
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Switches LoRA off, so that the policy is its own reference. `disable_adapters`
-    clears `requires_grad` of the adapters that a module has now, and `enable_adapters`
-    sets it. When FSDP2 gathers or drops weights, the module gets other tensors, so it
-    must do neither in between, or adapters stay frozen. It does not: sampling has
-    gathered the policy, and only `drop_gathered` drops it, after an optimizer step."""
+    """Switches LoRA off: the policy is its own reference. `disable_adapters` clears
+    `requires_grad` of the adapters, and `enable_adapters` sets it again. In between,
+    FSDP2 must not gather or drop weights: it would replace the tensors, and adapters
+    would stay frozen. It does not: sampling has gathered them, and they are dropped
+    after an optimizer step."""
     model.disable_adapters()
     try:
         yield

@@ -1187,7 +1187,7 @@ ANSWERS = [
     # A letter may have its option behind it.
     (r"\boxed{B) 12}", "B", True, 1),
     (r"\boxed{\textbf{(B)} x = 5}", "B", True, 1),
-    (r"\boxed{\mathbf{B}}", "B", True, 1),
+    (r"\boxed{\mathbf{B}}", "(B)", True, 1),
     (r"\boxed{Because}", "B", True, 0),
     (r"\boxed{A or B}", "B", True, 0),
     # Fractions and mixed numbers.
