@@ -243,13 +243,13 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    if not rewards.isfinite().all():
-        raise ValueError(f"rewards must be finite: {rewards}")
     # Equal rewards must have an advantage of exactly 0. In float32 the mean of eight
     # 0.1 is off by a rounding error, the std is as small, and their quotient is -0.4.
     # So first round to float32, where 0.1 + 0.2 equals 0.3, and then add in float64,
     # where the sum of equal float32 numbers is exact.
     rewards = rewards.float().double()
+    if not rewards.isfinite().all():
+        raise ValueError(f"rewards must be finite: {rewards}")
     groups = rewards.view(-1, num_generations)  # (B, G)
     advantages = groups - groups.sum(1, keepdim=True) / num_generations
     if scale_rewards == "group":
@@ -593,17 +593,17 @@ def train_step(run, train_rows, step):
     # 2. Sample G completions of each from the current policy.
     batch, columns = rollout(run, rows, config.num_generations, config.temperature)
 
-    # 3. Score them, and with process supervision their reasoning steps.
+    # 3. Score them.
     scores = score(run, columns, config.num_generations)
-    if run.step_reward:
-        columns |= score_steps(run, columns)
+    metrics = rollout_metrics(batch, columns, scores, config.num_generations)
 
     # 4. Normalise within each group. All tokens of a completion share its advantage.
     advantages = group_advantages(
         scores["reward"], config.num_generations, config.scale_rewards
     )
     batch.advantages = advantages.to(DEVICE)[:, None].expand(batch.mask.shape)
-    if run.step_reward:
+    if run.step_reward:  # process supervision
+        columns |= score_steps(run, columns)
         process = process_advantages(
             columns["step_rewards"],
             columns["step_ends"],
@@ -612,8 +612,8 @@ def train_step(run, train_rows, step):
             config.scale_rewards,
         )
         batch.advantages = batch.advantages + process.to(DEVICE)
-
-    metrics = rollout_metrics(batch, columns, scores, config.num_generations)
+        step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
+        metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
     metrics["rollout_seconds"] = time.perf_counter() - start  # with reward functions
 
     # 5. Minimise -min(ratio A, clip(ratio) A) + beta KL.
@@ -742,9 +742,6 @@ def rollout_metrics(batch, columns, scores, num_generations):
     metrics["zero_std_fraction"] = equal.float().mean().item()
     metrics["completion_length"] = batch.mask.sum(1).double().mean().item()
     metrics["truncated_fraction"] = columns["finished"].count(False) / len(batch.mask)
-    if "step_rewards" in columns:
-        step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
-        metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
     return metrics
 
 
@@ -957,7 +954,7 @@ def extract_answer(text, finished=True):
         if end is None:
             return ""  # cut off
         if text[start:end].strip(" ."):
-            return text[start:end]
+            return text[start:end].strip()
     _, mark, rest = text.rpartition("####")
     rest = re.sub(ANSWER_IS, "", rest).strip(" *\n")
     number = re.match(NUMBER_ALONE, rest)
@@ -997,14 +994,14 @@ def gold_answer(answer):
 
 SPELLINGS = [  # what `normalise` replaces, in this order
     (r"[−–]", "-"),  # other minus signs
+    (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
     (r"\\[dt]frac", r"\\frac"),
     (r"\\frac ?(\d)", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
     (r"\\frac ?({[^{}]*}) ?(\d)", r"\\frac\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
-    (r"\\frac ?{(-?\d+)} ?{(-?\d+)}", r" \1/\2"),  # 2\frac{1}{2} -> 2 1/2
+    (r" ?\\frac ?{(-?\d+)} ?{(-?\d+)}", r" \1/\2"),  # 2\frac{1}{2} -> 2 1/2
     (r" ?(?:\\times|×|\\cdot) ?10\^{?(-?\d+)}?", r"e\1"),  # 3 \times 10^8 -> 3e8
-    (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
     (r"[$€£%]", ""),
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),  # 1,000 -> 1000
     (r" ?(,|[<>!]=|[()\[\]]) ?", r"\1"),  # ( 1, 2 ) -> (1,2) and x >= 1 -> x>=1
@@ -1562,12 +1559,12 @@ def save(run, folder, state=None):
             policy.config.dtype = dtype  # it wrote that of the float32 weights
             policy.config.save_pretrained(partial)
         run.tokenizer.save_pretrained(partial)
-        for log in LOGS:
-            if Path(folder.parent, log).exists():
-                shutil.copy(folder.parent / log, partial)
     if state:
         dcp.save(state, checkpoint_id=partial / "state")  # waits for all ranks
     if RANK == 0:
+        for log in LOGS:
+            if state and Path(folder.parent, log).exists():
+                shutil.copy(folder.parent / log, partial / "state")
         partial.rename(folder)
         rotate_checkpoints(folder.parent, run.config.save_total_limit)
     all_gather(None)  # wait for the rename
@@ -1578,18 +1575,17 @@ def restore(run):
     """Loads the newest checkpoint, if there is one. Returns its step, or 0. The logs
     become those of the checkpoint: what a killed run has logged after it is dropped."""
     folder = get_last_checkpoint(run.config.output_dir)
-    if RANK == 0:
-        for log in LOGS:
+    if folder is not None:
+        state = training_state(run)
+        dcp.load(state, checkpoint_id=Path(folder, "state"))
+        dsd.set_state_dict(run.policy, run.optimizer, options=STATE, **state)
+        print0(f"resuming from {folder}")
+    for log in LOGS if RANK == 0 else ():
+        if folder is None:
             Path(run.config.output_dir, log).unlink(missing_ok=True)
-            if folder and Path(folder, log).exists():
-                shutil.copy(Path(folder, log), run.config.output_dir)
-    if folder is None:
-        return 0
-    state = training_state(run)
-    dcp.load(state, checkpoint_id=Path(folder, "state"))
-    dsd.set_state_dict(run.policy, run.optimizer, options=STATE, **state)
-    print0(f"resuming from {folder}")
-    return int(folder.rpartition("-")[2])
+        elif Path(folder, "state", log).exists():
+            shutil.copy(Path(folder, "state", log), run.config.output_dir)
+    return int(folder.rpartition("-")[2]) if folder else 0
 
 
 # --------------------------------------------------- supervised steps and built-in task

@@ -1102,7 +1102,8 @@ def test_a_step_trains_on_the_advantages_of_its_rewards_and_reasoning_steps():
         max_completion_length=24, scale_rewards="none", warmup_steps=4, temperature=0.7
     )
     run.step_reward = lambda steps, **columns: [[len(x) for x in xs] for xs in steps]
-    rows = [{"prompt_ids": [3, 12, 4]}, {"prompt_ids": [5, 12]}]
+    # A column of the data with the name of one of the step reward's is no harm.
+    rows = [{"prompt_ids": ids, "steps": None} for ids in ([3, 12, 4], [5, 12])]
     with mock.patch.object(grpo, "update", wraps=grpo.update) as update:
         metrics, columns = grpo.train_step(run, rows, step=2)
     found = [grpo.reasoning_steps(run.tokenizer, x) for x in columns["completion_ids"]]
@@ -1116,6 +1117,18 @@ def test_a_step_trains_on_the_advantages_of_its_rewards_and_reasoning_steps():
     assert metrics["step_reward"] == pytest.approx(statistics.fmean(lengths))
     assert metrics["learning_rate"] == pytest.approx(0.5 * run.config.learning_rate)
     assert metrics["sampling_gap"] < 1e-5  # so both are at temperature 0.7
+
+
+def test_metrics_of_a_step_are_means_over_the_ranks_that_have_them(monkeypatch):
+    def three_ranks(value):
+        if not isinstance(value, dict):
+            return [value]
+        more = {name: x + 2 for name, x in value.items()}
+        return [value, more, dict.fromkeys(value, math.nan)]
+
+    monkeypatch.setattr(grpo, "all_gather", three_ranks)
+    metrics, _ = grpo.train_step(tiny_run(), [{"prompt_ids": [3]}] * 2, step=1)
+    assert metrics["skipped"] == 1  # the mean of 0 and 2
 
 
 def test_metrics_of_a_rollout_are_means():
@@ -1163,6 +1176,7 @@ ANSWERS = [
     # The last box that is not empty, before a mark and the last number.
     (r"so \boxed{42} or 1", "42", True, 1),
     (r"So it is \boxed{7}. Put your final answer within \boxed{}.", "7", True, 1),
+    (r"\boxed{7}, in the form \boxed{...}", "7", True, 1),
     ("\\boxed{6}\n#### 5", "6", True, 1),
     (r"\boxed{\left\{x\right.}", r"\left\{x\right.", True, 1),
     (r"\boxed{5} no, it is \boxed{7", "5", True, 0),
@@ -1178,6 +1192,7 @@ ANSWERS = [
     ("#### 72 clips", "72", False, 1),
     (r"#### 3\sqrt{2}", "3", True, 0),
     ("#### (1, 2)", "2", True, 0),
+    ("#### 2 and 3", "2", True, 0),
     ("5 of them\n#### New  York.", "new york", True, 1),
     ("#### Step 3: add\nThe answer is 72.", "72", True, 1),
     # The last number, unless the text was cut off. No other words are an answer.
@@ -1186,7 +1201,7 @@ ANSWERS = [
     ("none", "none", True, 0),
     # A letter may have its option behind it.
     (r"\boxed{B) 12}", "B", True, 1),
-    (r"\boxed{\textbf{(B)} x = 5}", "B", True, 1),
+    (r"\boxed{ \textbf{(J)} x = 5}", "J", True, 1),
     (r"\boxed{\mathbf{B}}", "(B)", True, 1),
     (r"\boxed{Because}", "B", True, 0),
     (r"\boxed{A or B}", "B", True, 0),
@@ -1214,7 +1229,7 @@ ANSWERS = [
     # A tuple is no number.
     (r"\boxed{(0,100)}", "100", True, 0),
     (r"\boxed{(1,2)}", "(1, 2)", True, 1),
-    (r"\boxed{(\frac{1}{2}, 3)}", "(1/2, 3)", True, 1),
+    (r"\boxed{\left[ \, \frac{1}{2}, 3\right)}", "[1/2, 3)", True, 1),
     # Of an equation, the right side counts, but not of several or of an inequality.
     (r"\boxed{m+n=293}", "293", True, 1),
     (r"\boxed{x=1, y=2}", "2", True, 0),
@@ -1800,19 +1815,21 @@ def killer(completions, **columns):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lr_scheduler_type": "linear", "sft_steps": 2, "eval_every": 3},
-        {"dtype": "bfloat16", "lora_rank": 2, "sft_steps": 2, "num_mini_batches": 2},
-    ],
-)
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, options):
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     """kill -9 in the middle of the second checkpoint."""
     (tmp_path / "killer.py").write_text(KILLER)
-    sys.modules.pop("killer", None)  # that of another case
-    reward = f"{tmp_path}/killer.py:killer"
-    options = {**QUICK, "reward": reward, "max_steps": 4, "save_every": 2, **options}
+    options = {
+        **QUICK,
+        "reward": f"{tmp_path}/killer.py:killer",
+        "max_steps": 4,
+        "save_every": 2,
+        "eval_every": 3,
+        "dtype": "bfloat16",
+        "lora_rank": 2,
+        "sft_steps": 2,
+        "num_mini_batches": 2,
+        "lr_scheduler_type": "linear",
+    }
     folder = tmp_path / "killed"
     result = subprocess.run(
         [sys.executable, grpo.__file__, *arguments(**options, output_dir=folder)],
@@ -1905,6 +1922,9 @@ def test_the_first_signal_restores_the_usual_handlers():
         assert received == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is usual
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with contextlib.ExitStack() as stack:
+        grpo.heed_signals(stack)
+    assert signal.getsignal(signal.SIGINT) is usual
 
 
 @pytest.mark.slow
