@@ -1151,6 +1151,7 @@ def test_metrics_of_a_rollout_are_means():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_example_in_the_header_needs_only_the_core(tmp_path, monkeypatch):
     grpo.tiny_model(0).save_pretrained(tmp_path)
     grpo.tiny_tokenizer().save_pretrained(tmp_path)
