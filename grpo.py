@@ -1287,7 +1287,7 @@ def prepare_training(run, name, dtype):
         run.reference = policy
         run.reference_context = functools.partial(adapters_off, policy)
     elif config.beta:
-        # Without `requires_grad_(False)`: `shard` leaves frozen weights whole.
+        # Its weights keep `requires_grad`, because `shard` leaves frozen ones whole.
         run.reference = load_model(name, dtype, config.seed)
         if WORLD_SIZE > 1:
             shard(run.reference, dtype, keep_gathered=False)
