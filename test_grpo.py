@@ -769,18 +769,23 @@ def test_sample_reaches_each_of_150_000_improbable_tokens(monkeypatch):
     assert grpo.sample(logits)[0] == 99_999
 
 
-# Full attention, learned positions, a window, a window and a cap, convolutions. Only in
-# gpt2 the output layer has weights of its own.
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mistral", "gemma2", "lfm2"])
+# Full attention, learned positions, experts, windows, windows and a cap, convolutions.
+# Only in gpt2 the output layer has weights of its own.
+KINDS = ["qwen2", "gpt2", "mixtral", "mistral", "gemma2", "lfm2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
-def test_generate_records_the_log_probs_that_training_computes(kind, temperature):
-    """Of 12 tokens, more than the windows hold. Greedy ones are at temperature 1."""
-    model = tiny_model(kind, use_cache=False)
+def test_generate_gives_the_log_probs_that_training_computes(kind, temperature):
+    """Of 12 tokens, more than the windows hold. Greedy ones are at temperature 1. On a
+    GPU, decoding steps of all but the last kind are recorded."""
+    model = tiny_model(kind, use_cache=False).to(grpo.DEVICE)
     # Such settings are ignored. They would sample from another distribution.
     model.generation_config.update(top_k=1, repetition_penalty=9.0, eos_token_id=35)
     torch.manual_seed(0)
-    ids, logp = grpo.generate(model, *PROMPTS, 4, 12, MANY_EOS, temperature)
-    prompts = [x.repeat_interleave(4, dim=0) for x in PROMPTS]
+    prompts = [x.to(grpo.DEVICE) for x in PROMPTS]
+    ids, logp = grpo.generate(model, *prompts, 4, 12, MANY_EOS, temperature)
+    prompts = [x.repeat_interleave(4, dim=0) for x in prompts]
     mask = grpo.completion_mask(ids, MANY_EOS)
     with torch.no_grad():
         expected = grpo.token_logprobs(model, *prompts, ids, mask, temperature or 1.0)
