@@ -6,7 +6,7 @@ r"""GRPO, Group Relative Policy Optimization (arXiv:2402.03300), in one file.
     python grpo.py --model Qwen/Qwen2-Math-1.5B --data train.jsonl
     torchrun --nproc-per-node 8 grpo.py ...             # several GPUs (FSDP2)
 
-It needs Python 3.11, torch 2.13 and transformers 5.17, or later.
+It needs Python 3.11, torch 2.11 and transformers 5.17, or later.
 
 One training step is `train_step`:
   1. take B prompts                                     `prompt_batch`
@@ -461,6 +461,8 @@ def generate(
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
     prompt_length = prompt_ids.shape[1]
     cache = fixed_cache(model.config, prompt_length + max_completion_length)
+    # Layers without attention (Mamba, ...) also remember outside of tensors.
+    has_attention_alone = all(type(layer) is StaticLayer for layer in cache.layers)
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
     prompt_of = torch.arange(len(prompt_ids), device=eos.device)
@@ -489,7 +491,7 @@ def generate(
             break
         last_ids[:, 0] = ids
         attention_mask[:, prompt_length + i] = True
-        if i == 1 and can_be_recorded(model, cache):
+        if i == 1 and prompt_ids.is_cuda and has_attention_alone:
             decode = recorded(decode)
         logits = decode()
     return completion_ids, completion_logp
@@ -505,22 +507,21 @@ def fixed_cache(config, length):
     return cache
 
 
-def can_be_recorded(model, cache):
-    """True on a GPU, unless the model has layers without attention (Mamba, ...)."""
-    has_attention_alone = all(type(layer) is StaticLayer for layer in cache.layers)
-    is_on_gpu = model.device.type == "cuda"
-    return is_on_gpu and has_attention_alone and model._can_compile_fullgraph
-
-
 def recorded(function):
     """Records the kernels that a function starts on a GPU, as a CUDA graph. Returns a
     function that runs them again, on the same tensors. A decoding step takes a sixth of
     the time: its thousand kernels are short, and starting each from Python takes
     longer. The function must have run before, which loads the kernels."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads (NCCL, trackers) may use the GPU meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = function()  # is recorded and does not run
+    stream = torch.cuda.current_stream()
+    try:
+        # Other threads (NCCL, trackers) may use the GPU meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = function()  # is recorded and does not run
+    except RuntimeError as error:  # such as experts in float32, which wait for the GPU
+        warnings.warn(f"slow sampling, cannot be recorded: {error}", stacklevel=2)
+        torch.cuda.set_stream(stream)
+        return function
 
     def replay():
         graph.replay()

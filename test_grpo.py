@@ -792,6 +792,20 @@ def test_generate_gives_the_log_probs_that_training_computes(kind, temperature):
     assert_close(logp, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_function_that_cannot_be_recorded_is_used_as_it_is(monkeypatch):
+    @contextlib.contextmanager
+    def graph(cuda_graph, capture_error_mode):
+        raise RuntimeError("a sum waits for the GPU")
+        yield
+
+    for name in ("CUDAGraph", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=name))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.warns(UserWarning, match="a sum waits for the GPU"):
+        assert grpo.recorded(sum) is sum
+    torch.cuda.set_stream.assert_called_with("current_stream")
+
+
 def test_prompts_padded_on_the_right_are_refused():
     prompt_ids, prompt_mask, *completions = ragged_batch()
     prompts = prompt_ids.flip(1), prompt_mask.flip(1)
