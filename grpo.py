@@ -408,8 +408,9 @@ def grpo_loss(
 # --------------------------------------------------------------- sampling and log-probs
 def call_model(model, ids, attention_mask, cache=None, **options):
     """Runs L tokens for each row, ids (N, L), after the K tokens that are in `cache`,
-    and adds them to it. attention_mask: (N, K + L), or longer if L is 1, with False for
-    what is still to come. Positions skip padding on the left."""
+    and adds them to it. attention_mask: (N, K + L). If L is 1 it may be longer, and
+    False after the token: the last cumulative sum is then still the token's position.
+    Positions skip padding on the left."""
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return model(
         ids,
@@ -453,16 +454,16 @@ def generate(
     Rows stop at any of `eos_token_ids`, an id or a list, and are padded with the first.
     Temperature 0 is greedy. model: a causal LM of transformers in eval mode. The
     settings in its generation config (top-k, ...) are ignored: they would sample from
-    another distribution than the one that is trained. All shapes stay the same from
-    token to token, so that a GPU can repeat a recorded step: finished rows go on, and
-    what they sample is dropped."""
+    another distribution than the one that is trained. Rows that have stopped go on, and
+    what they sample is dropped: shapes stay the same, so that a GPU can repeat a
+    recorded step."""
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
     prompt_length = prompt_ids.shape[1]
     cache = fixed_cache(model.config, prompt_length + max_completion_length)
-    # Layers without attention (Mamba, ...) also remember outside of tensors.
-    has_attention_alone = all(type(layer) is StaticLayer for layer in cache.layers)
+    # Other layers (Mamba, ...) may keep state outside of tensors.
+    has_fixed_layers = all(type(layer) is StaticLayer for layer in cache.layers)
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
     prompt_of = torch.arange(len(prompt_ids), device=eos.device)
@@ -473,8 +474,8 @@ def generate(
     attention_mask = F.pad(attention_mask, (0, max_completion_length))  # (N, P + C)
     completion_ids = eos[0].repeat(len(prompt_of), max_completion_length)  # (N, C)
     completion_logp = torch.zeros(completion_ids.shape, device=eos.device)
-    unfinished = torch.ones_like(prompt_of, dtype=torch.bool)
-    last_ids = torch.zeros_like(prompt_of)[:, None]  # (N, 1)
+    unfinished = torch.ones(len(prompt_of), dtype=torch.bool, device=eos.device)
+    last_ids = completion_ids[:, :1].clone()  # (N, 1), the input of `decode`
 
     def decode():
         output = call_model(model, last_ids, attention_mask, cache, logits_to_keep=1)
@@ -489,38 +490,41 @@ def generate(
         unfinished &= ~torch.isin(ids, eos)
         if not unfinished.any() or i == max_completion_length - 1:
             break
-        last_ids[:, 0] = ids
+        last_ids[:, 0] = ids  # in place: a recording knows tensors by their addresses
         attention_mask[:, prompt_length + i] = True
-        if i == 1 and prompt_ids.is_cuda and has_attention_alone:
+        if i == 1 and prompt_ids.is_cuda and has_fixed_layers:
             decode = recorded(decode)
         logits = decode()
     return completion_ids, completion_logp
 
 
 def fixed_cache(config, length):
-    """A cache with room for `length` tokens, also in layers with a sliding window: the
-    attention mask hides what has left the window, and shapes stay the same."""
+    """A cache with room for `length` tokens in every layer. The usual layers of sliding
+    windows count their tokens in Python, which a recording would not repeat. Those here
+    keep all tokens, and the attention mask hides what has left the window."""
     cache = StaticCache(config=config, max_cache_len=length)
-    for i, layer in enumerate(cache.layers):
-        if isinstance(layer, StaticSlidingWindowLayer):
-            cache.layers[i] = StaticLayer(length)
+    cache.layers = [
+        StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer
+        for layer in cache.layers
+    ]
     return cache
 
 
 def recorded(function):
     """Records the kernels that a function starts on a GPU, as a CUDA graph. Returns a
-    function that runs them again, on the same tensors. A decoding step takes a sixth of
-    the time: its thousand kernels are short, and starting each from Python takes
-    longer. The function must have run before, which loads the kernels."""
+    function that starts them again, all at once, on the same tensors: in a sixth of the
+    time for a decoding step, which has a thousand short kernels. Python is not run
+    again. The function must have run before (it loads the kernels), and weights must
+    stay where they are (FSDP2 moves them after an optimizer step)."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     try:
         # Other threads (NCCL, trackers) may use the GPU meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = function()  # is recorded and does not run
+            result = function()  # nothing is computed yet
     except RuntimeError as error:  # such as experts in float32, which wait for the GPU
         warnings.warn(f"slow sampling, cannot be recorded: {error}", stacklevel=2)
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(stream)  # a failed recording leaves its own
         return function
 
     def replay():
@@ -836,7 +840,7 @@ def optimizer_step(run, batch):
     # The mini-batch has T tokens on all W ranks. In the metrics and in the loss of
     # "dapo" each rank divides its sums by T / W, not by its own number of tokens. The
     # mean over ranks (of gradients by FSDP2, of metrics by `mean_over_ranks`) is then
-    # the sum over all ranks divided by T.
+    # the sum over all ranks divided by T. The other losses divide by N, which is equal.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -1903,8 +1907,8 @@ def main(argv=None):
         sys.exit(f"error: {error}: pip install {error.name}")
     except torch.OutOfMemoryError as error:
         sys.exit(
-            "error: out of memory: lower --micro-batch-size, --prompts-per-step or "
-            f"--num-generations: {error}"
+            "error: out of memory: lower --micro-batch-size, --prompts-per-step, "
+            f"--num-generations or --max-completion-length: {error}"
         )
 
 
