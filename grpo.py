@@ -95,8 +95,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -408,9 +412,9 @@ def grpo_loss(
 # --------------------------------------------------------------- sampling and log-probs
 def call_model(model, ids, attention_mask, cache=None, **options):
     """Runs L tokens for each row, ids (N, L), after the K tokens that are in `cache`,
-    and adds them to it. attention_mask: (N, K + L). If L is 1 it may be longer, and
-    False after the token: the last cumulative sum is then still the token's position.
-    Positions skip padding on the left."""
+    and adds them to it. attention_mask: (N, K + L). Positions skip padding on the left.
+    If L is 1, the mask may be longer, with False after the token: the last cumulative
+    sum is then still its position."""
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return model(
         ids,
@@ -454,84 +458,42 @@ def generate(
     Rows stop at any of `eos_token_ids`, an id or a list, and are padded with the first.
     Temperature 0 is greedy. model: a causal LM of transformers in eval mode. The
     settings in its generation config (top-k, ...) are ignored: they would sample from
-    another distribution than the one that is trained. Rows that have stopped go on, and
-    what they sample is dropped: shapes stay the same, so that a GPU can repeat a
-    recorded step."""
+    another distribution than the one that is trained."""
     if not prompt_mask[:, -1].all():
         raise ValueError("prompts must be padded on the left")
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
-    prompt_length = prompt_ids.shape[1]
-    cache = fixed_cache(model.config, prompt_length + max_completion_length)
-    # Other layers (Mamba, ...) may keep state outside of tensors.
-    has_fixed_layers = all(type(layer) is StaticLayer for layer in cache.layers)
+    num_completions = len(prompt_ids) * num_generations
+    completion_ids = eos[0].repeat(num_completions, max_completion_length)  # (N, C)
+    completion_logp = torch.zeros(completion_ids.shape, device=eos.device)
+
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
+    cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    prompt_of = torch.arange(len(prompt_ids), device=eos.device)
-    prompt_of = prompt_of.repeat_interleave(num_generations)  # (N,)
+    # completion_ids keeps all N rows. Logits, attention mask and cache keep only those
+    # of unfinished completions: their row j belongs to completion live[j].
+    live = torch.arange(num_completions, device=eos.device)
+    prompt_of = live // num_generations
     logits, attention_mask = logits[prompt_of], prompt_mask[prompt_of]
     cache.reorder_cache(prompt_of)  # selects rows; named after its use in beam search
-
-    attention_mask = F.pad(attention_mask, (0, max_completion_length))  # (N, P + C)
-    completion_ids = eos[0].repeat(len(prompt_of), max_completion_length)  # (N, C)
-    completion_logp = torch.zeros(completion_ids.shape, device=eos.device)
-    unfinished = torch.ones(len(prompt_of), dtype=torch.bool, device=eos.device)
-    last_ids = completion_ids[:, :1].clone()  # (N, 1), the input of `decode`
-
-    def decode():
-        output = call_model(model, last_ids, attention_mask, cache, logits_to_keep=1)
-        return output.logits
 
     # In step i the cache holds the P tokens of the prompt and tokens 0 to i - 1 of the
     # completion. Token i is sampled, and then run to get the logits of token i + 1.
     for i in range(max_completion_length):
         ids, logp = sample(logits[:, -1], temperature)
-        completion_ids[:, i] = ids.where(unfinished, eos[0])
-        completion_logp[:, i] = logp.where(unfinished, 0)
-        unfinished &= ~torch.isin(ids, eos)
+        completion_ids[live, i] = ids
+        completion_logp[live, i] = logp
+        unfinished = ~torch.isin(ids, eos)
         if not unfinished.any() or i == max_completion_length - 1:
             break
-        last_ids[:, 0] = ids  # in place: a recording knows tensors by their addresses
-        attention_mask[:, prompt_length + i] = True
-        if i == 1 and prompt_ids.is_cuda and has_fixed_layers:
-            decode = recorded(decode)
-        logits = decode()
+        if not unfinished.all():  # finished completions leave the batch
+            kept = unfinished.nonzero()[:, 0]
+            live, ids, attention_mask = live[kept], ids[kept], attention_mask[kept]
+            cache.reorder_cache(kept)
+        attention_mask = F.pad(attention_mask, (0, 1), value=True)  # the token sampled
+        logits = call_model(
+            model, ids[:, None], attention_mask, cache, logits_to_keep=1
+        ).logits
     return completion_ids, completion_logp
-
-
-def fixed_cache(config, length):
-    """A cache with room for `length` tokens in every layer. The usual layers of sliding
-    windows count their tokens in Python, which a recording would not repeat. Those here
-    keep all tokens, and the attention mask hides what has left the window."""
-    cache = StaticCache(config=config, max_cache_len=length)
-    cache.layers = [
-        StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer
-        for layer in cache.layers
-    ]
-    return cache
-
-
-def recorded(function):
-    """Records the kernels that a function starts on a GPU, as a CUDA graph. Returns a
-    function that starts them again, all at once, on the same tensors: in a sixth of the
-    time for a decoding step, which has a thousand short kernels. Python is not run
-    again. The function must have run before (it loads the kernels), and weights must
-    stay where they are (FSDP2 moves them after an optimizer step)."""
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.current_stream()
-    try:
-        # Other threads (NCCL, trackers) may use the GPU meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = function()  # nothing is computed yet
-    except RuntimeError as error:  # such as experts in float32, which wait for the GPU
-        warnings.warn(f"slow sampling, cannot be recorded: {error}", stacklevel=2)
-        torch.cuda.set_stream(stream)  # a failed recording leaves its own
-        return function
-
-    def replay():
-        graph.replay()
-        return result
-
-    return replay
 
 
 def token_logprobs(
@@ -620,6 +582,7 @@ class Run:
     reference: torch.nn.Module | None = None  # needed unless beta is 0
     reference_context: Callable = contextlib.nullcontext  # LoRA: switches adapters off
     step_reward: Callable | None = None  # see `score_steps`
+    generate: Callable = generate  # or on a GPU `graphed_generate`
     logprobs: Callable = token_logprobs  # or a faster one, such as `sliced_logprobs`
 
 
@@ -683,7 +646,7 @@ def rollout(run, rows, num_generations, temperature):
     one element per completion: the columns of the data, `completions` (texts without
     EOS), `completion_ids`, and `finished`, False if cut off at the length limit."""
     prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], "left")
-    completion_ids, logp = generate(
+    completion_ids, logp = run.generate(
         run.policy,
         prompt_ids,
         prompt_mask,
@@ -1319,6 +1282,7 @@ def build_run(config, name, reward_functions, step_reward=None):
         prepare_training(run, name, dtype)
     else:
         policy.to(DEVICE)
+    run.generate = choose_generate(policy)
     return run
 
 
@@ -1494,6 +1458,96 @@ def choose_logprobs(model):
         return sliced_logprobs
     print0("this model needs all its logits at once, which takes more memory")
     return token_logprobs
+
+
+@torch.no_grad()
+def graphed_generate(
+    model,
+    prompt_ids,
+    prompt_mask,
+    num_generations,
+    max_completion_length,
+    eos_token_ids,
+    temperature=1.0,
+):
+    """`generate` for a GPU, some six times as fast: a decoding step is recorded as a
+    CUDA graph and then repeated for each token. (To start its thousand short kernels
+    one by one takes Python longer than they run.) No shape may change, so that the
+    cache has room for all P + C tokens from the beginning, and finished completions
+    stay in the batch. See `choose_generate` for the models that it is right for."""
+    eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
+    prompt_length = prompt_ids.shape[1]
+    prompt_cache = DynamicCache()  # also layers with a window keep all tokens in it
+    logits = call_model(
+        model, prompt_ids, prompt_mask, prompt_cache, logits_to_keep=1
+    ).logits
+    prompt_of = torch.arange(len(prompt_ids), device=eos.device)
+    prompt_of = prompt_of.repeat_interleave(num_generations)  # (N,)
+    logits = logits[prompt_of]
+    attention_mask = F.pad(prompt_mask[prompt_of], (0, max_completion_length))
+    cache = Cache([StaticLayer(attention_mask.shape[1]) for _ in prompt_cache.layers])
+    for i, layer in enumerate(prompt_cache.layers):
+        cache.update(layer.keys[prompt_of], layer.values[prompt_of], i)
+
+    completion_ids = eos[0].repeat(len(prompt_of), max_completion_length)  # (N, C)
+    completion_logp = torch.zeros(completion_ids.shape, device=eos.device)
+    unfinished = torch.ones(len(prompt_of), dtype=torch.bool, device=eos.device)
+    last_ids = completion_ids[:, :1].clone()  # (N, 1)
+
+    def decode():
+        output = call_model(model, last_ids, attention_mask, cache, logits_to_keep=1)
+        return output.logits
+
+    for i in range(max_completion_length):
+        ids, logp = sample(logits[:, -1], temperature)
+        completion_ids[:, i] = ids.where(unfinished, eos[0])
+        completion_logp[:, i] = logp.where(unfinished, 0)
+        unfinished &= ~torch.isin(ids, eos)
+        if not unfinished.any() or i == max_completion_length - 1:
+            break
+        # In place, because a graph knows its tensors by their addresses.
+        last_ids[:, 0] = ids
+        attention_mask[:, prompt_length + i] = True
+        if i == 1:  # the first step has loaded the kernels
+            decode = recorded(decode)
+        logits = decode()
+    return completion_ids, completion_logp
+
+
+def recorded(function):
+    """Records the kernels that a function starts on a GPU, without running them.
+    Returns a function that runs them, on the same tensors, and not Python again."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (NCCL, trackers) may use the GPU meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = function()
+
+    def replay():
+        graph.replay()
+        return result
+
+    return replay
+
+
+def choose_generate(model):
+    """`graphed_generate` on a GPU, unless transformers marks the model as not fit for
+    fixed shapes, it has layers other than attention, or a trial fails, because the
+    model waits for the GPU (as experts in float32 do)."""
+    layers = DynamicCache(config=model.config).layers
+    has_attention_alone = all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
+    )
+    if not (ON_GPU and model._can_compile_fullgraph and has_attention_alone):
+        return generate
+    ids = torch.tensor([[2]], device=DEVICE)
+    stream = torch.cuda.current_stream()
+    try:
+        graphed_generate(model, ids, ids > 0, 2, 4, eos_token_ids=-1)
+    except RuntimeError as error:
+        torch.cuda.set_stream(stream)  # a recording that fails leaves its own
+        print0(f"sampling without CUDA graphs: {error}")
+        return generate
+    return graphed_generate
 
 
 def join_ranks(config, stack):

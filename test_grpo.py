@@ -473,6 +473,7 @@ TINY_OPTIONS = {
     "mistral": {"sliding_window": 3},
     "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
 }
 
 
@@ -769,41 +770,57 @@ def test_sample_reaches_each_of_150_000_improbable_tokens(monkeypatch):
     assert grpo.sample(logits)[0] == 99_999
 
 
-# Full attention, learned positions, experts, windows, windows and a cap, convolutions.
-# Only in gpt2 the output layer has weights of its own.
-KINDS = ["qwen2", "gpt2", "mixtral", "mistral", "gemma2", "lfm2"]
+# Full attention, learned positions, a window, a window and a cap. Only in gpt2 the
+# output layer has weights of its own. (lfm2 has convolutions, too.)
+GRAPHED_KINDS = ["qwen2", "gpt2", "mistral", "gemma2"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "function, kind",
+    [("generate", kind) for kind in [*GRAPHED_KINDS, "lfm2"]]
+    + [("graphed_generate", kind) for kind in GRAPHED_KINDS],
+)
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
-def test_generate_gives_the_log_probs_that_training_computes(kind, temperature):
+def test_sampled_log_probs_are_those_of_training(
+    function, kind, temperature, monkeypatch
+):
     """Of 12 tokens, more than the windows hold. Greedy ones are at temperature 1. On a
-    GPU, decoding steps of all but the last kind are recorded."""
+    GPU, decoding steps are recorded as CUDA graphs."""
     model = tiny_model(kind, use_cache=False).to(grpo.DEVICE)
     # Such settings are ignored. They would sample from another distribution.
     model.generation_config.update(top_k=1, repetition_penalty=9.0, eos_token_id=35)
+    if not grpo.ON_GPU:
+        monkeypatch.setattr(grpo, "recorded", lambda decode: decode)
     torch.manual_seed(0)
     prompts = [x.to(grpo.DEVICE) for x in PROMPTS]
-    ids, logp = grpo.generate(model, *prompts, 4, 12, MANY_EOS, temperature)
+    generate = getattr(grpo, function)
+    ids, logp = generate(model, *prompts, 4, 12, MANY_EOS, temperature)
     prompts = [x.repeat_interleave(4, dim=0) for x in prompts]
     mask = grpo.completion_mask(ids, MANY_EOS)
     with torch.no_grad():
         expected = grpo.token_logprobs(model, *prompts, ids, mask, temperature or 1.0)
     assert_close(logp, expected, atol=1e-4, rtol=1e-4)
+    after_eos = ids[~mask]
+    assert len(after_eos) > 0 and (after_eos == MANY_EOS[0]).all()
 
 
-def test_a_function_that_cannot_be_recorded_is_used_as_it_is(monkeypatch):
-    @contextlib.contextmanager
-    def graph(cuda_graph, capture_error_mode):
-        raise RuntimeError("a sum waits for the GPU")
-        yield
+@pytest.mark.parametrize("kind", [*GRAPHED_KINDS, "lfm2", "gpt_neo"])
+def test_a_gpu_repeats_a_recorded_step_if_the_model_allows_it(kind, monkeypatch):
+    def cannot_be_recorded(decode):
+        raise RuntimeError("it waits for the GPU")
 
-    for name in ("CUDAGraph", "current_stream", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=name))
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    with pytest.warns(UserWarning, match="a sum waits for the GPU"):
-        assert grpo.recorded(sum) is sum
-    torch.cuda.set_stream.assert_called_with("current_stream")
+    assert grpo.choose_generate(tiny_model(kind)) is grpo.generate  # on a CPU
+    stream = mock.Mock(side_effect=["usual", "usual"])
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", mock.Mock())
+    monkeypatch.setattr(grpo, "ON_GPU", True)
+    monkeypatch.setattr(grpo, "recorded", lambda decode: decode)
+    chosen = grpo.choose_generate(tiny_model(kind))
+    assert (chosen is grpo.graphed_generate) == (kind in GRAPHED_KINDS)
+    monkeypatch.setattr(grpo, "recorded", cannot_be_recorded)
+    assert grpo.choose_generate(tiny_model(kind)) is grpo.generate
+    if kind in GRAPHED_KINDS:
+        torch.cuda.set_stream.assert_called_once_with("usual")
 
 
 def test_prompts_padded_on_the_right_are_refused():
