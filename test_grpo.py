@@ -1075,8 +1075,8 @@ def test_a_rollout_has_texts_ids_finished_and_the_columns_of_its_rows():
     ids, _ = grpo.pad([run.tokenizer.encode(text) for text in texts], "right")
     ids[0, 2] = ids[3, 1] = 4  # what follows the EOS token is ignored
     rows = [{"prompt_ids": [3], "level": 1}, {"prompt_ids": [4, 5], "level": 2}]
-    with mock.patch.object(grpo, "generate", return_value=(ids, ids.float())):
-        batch, columns = grpo.rollout(run, rows, 2, temperature=1.0)
+    run.generate = mock.Mock(return_value=(ids, ids.float()))
+    batch, columns = grpo.rollout(run, rows, 2, temperature=1.0)
     # The EOS token at the end is no text. Other special tokens are, such as <think>.
     assert columns == {
         "prompt_ids": [[3], [3], [4, 5], [4, 5]],
@@ -1174,8 +1174,8 @@ def test_metrics_of_a_rollout_are_means():
     ids = [[0, 0, 0], [4, 0, 0], [4, 4, 4], [4, 0, 0], [0, 0, 0], [4, 4, 0]]
     ids = torch.tensor(ids)
     rows = [{"prompt_ids": [3]}, {"prompt_ids": [4]}]
-    with mock.patch.object(grpo, "generate", return_value=(ids, ids.float())):
-        metrics, _ = grpo.train_step(run, rows, step=1)
+    run.generate = mock.Mock(return_value=(ids, ids.float()))
+    metrics, _ = grpo.train_step(run, rows, step=1)
     expected = {
         "reward": 3.9 / 6,
         "rewards/mine": 3.6 / 5,
