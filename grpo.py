@@ -331,7 +331,7 @@ def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
     DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Means over tokens that
     were sampled from the policy:
-        k3                      KL(policy, reference), as for -d, with less variance
+        k3                      KL(policy, reference); that of -d, too, but noisier
         gradient of k3          that of KL(reference, policy), the reverse
         ratio * k3              KL(policy, reference)
         gradient of ratio*k3    that of KL(policy, reference)
@@ -1334,10 +1334,9 @@ def add_adapters(model, rank):
 @contextlib.contextmanager
 def adapters_off(model):
     """Switches LoRA off: the policy is its own reference. `disable_adapters` clears
-    `requires_grad` of the adapters, and `enable_adapters` sets it again. In between,
-    FSDP2 must not gather or drop weights: it would replace the tensors, and adapters
-    would stay frozen. It does not: sampling has gathered them, and they are dropped
-    after an optimizer step."""
+    `requires_grad` of the adapters, and `enable_adapters` sets it again. The policy must
+    be gathered (sampling did it, and no optimizer step followed): if FSDP2 gathered in
+    between, its new tensors would stay frozen."""
     model.disable_adapters()
     try:
         yield

@@ -804,6 +804,25 @@ def test_sampled_log_probs_are_those_of_training(
     assert len(after_eos) > 0 and (after_eos == MANY_EOS[0]).all()
 
 
+def test_each_graphed_step_reads_and_writes_the_same_tensors(monkeypatch):
+    """A CUDA graph knows them by their addresses."""
+    steps, call_model = [], grpo.call_model
+
+    def recording_call(model, ids, attention_mask, cache, **options):
+        output = call_model(model, ids, attention_mask, cache, **options)
+        states = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        steps.append([ids, attention_mask, *states])
+        return output
+
+    monkeypatch.setattr(grpo, "recorded", lambda decode: decode)
+    monkeypatch.setattr(grpo, "call_model", recording_call)
+    grpo.graphed_generate(tiny_model(), *PROMPTS, 4, 6, 149)
+    _, first, *others = steps  # after the prompts
+    assert len(others) == 4
+    for step in others:
+        assert all(x is y for x, y in zip(step, first))
+
+
 @pytest.mark.parametrize("kind", [*GRAPHED_KINDS, "lfm2", "gpt_neo"])
 def test_a_gpu_repeats_a_recorded_step_if_the_model_allows_it(kind, monkeypatch):
     def cannot_be_recorded(decode):
