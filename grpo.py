@@ -1334,9 +1334,9 @@ def add_adapters(model, rank):
 @contextlib.contextmanager
 def adapters_off(model):
     """Switches LoRA off: the policy is its own reference. `disable_adapters` clears
-    `requires_grad` of the adapters, and `enable_adapters` sets it again. The policy must
-    be gathered (sampling did it, and no optimizer step followed): if FSDP2 gathered in
-    between, its new tensors would stay frozen."""
+    `requires_grad` of the adapters, and `enable_adapters` sets it again. The policy
+    must be gathered (sampling did it, and no optimizer step followed): if FSDP2
+    gathered in between, its new tensors would stay frozen."""
     model.disable_adapters()
     try:
         yield
