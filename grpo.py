@@ -248,15 +248,14 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    # Equal rewards must have an advantage of exactly 0. In float32 the mean of eight
-    # 0.1 is off by a rounding error, the std is as small, and their quotient is -0.4.
-    # So first round to float32, where 0.1 + 0.2 equals 0.3, and then add in float64,
-    # where the sum of equal float32 numbers is exact.
-    rewards = rewards.float().double()
+    rewards = rewards.float()  # in which 0.1 + 0.2 equals 0.3
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
-    groups = rewards.view(-1, num_generations)  # (B, G)
-    advantages = groups - groups.sum(1, keepdim=True) / num_generations
+    groups = rewards.double().view(-1, num_generations)  # (B, G)
+    # A shift changes no advantage, and makes those of equal rewards exactly 0. (The
+    # mean of eight 0.1 may be off by rounding, and the std is as small.)
+    groups = groups - groups[:, :1]
+    advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
@@ -331,7 +330,7 @@ def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
     DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Means over tokens that
     were sampled from the policy:
-        k3                      KL(policy, reference); that of -d, too, but noisier
+        k3                      KL(policy, reference)
         gradient of k3          that of KL(reference, policy), the reverse
         ratio * k3              KL(policy, reference)
         gradient of ratio*k3    that of KL(policy, reference)
@@ -388,7 +387,7 @@ def grpo_loss(
     weights = token_weights(mask) if weights is None else weights
     # Masked log-probs may be infinite or NaN, and 0 * NaN is NaN: set them to 0.
     logp = logp.where(mask, 0)
-    # None stands for logp itself: the ratio is 1, and its gradient is that of logp.
+    # None stands for logp itself: exp(logp - logp.detach()) is 1, with logp's gradient.
     old_logp = (logp if old_logp is None else old_logp.where(mask, 0)).detach()
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
@@ -412,9 +411,9 @@ def grpo_loss(
 # --------------------------------------------------------------- sampling and log-probs
 def call_model(model, ids, attention_mask, cache=None, **options):
     """Runs L tokens for each row, ids (N, L), after the K tokens that are in `cache`,
-    and adds them to it. attention_mask: (N, K + L). Positions skip padding on the left.
-    If L is 1, the mask may be longer, with False after the token: the last cumulative
-    sum is then still its position."""
+    and adds them to it. attention_mask: (N, K + L). A token's position is the number of
+    tokens before it, without padding on the left. If L is 1, the mask may have more
+    places, which are False: 1 1 1 0 0 gives 0 1 2 2 2, and the last 2 is right."""
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return model(
         ids,
@@ -482,11 +481,10 @@ def generate(
         ids, logp = sample(logits[:, -1], temperature)
         completion_ids[live, i] = ids
         completion_logp[live, i] = logp
-        unfinished = ~torch.isin(ids, eos)
-        if not unfinished.any() or i == max_completion_length - 1:
+        kept = (~torch.isin(ids, eos)).nonzero()[:, 0]
+        if len(kept) == 0 or i == max_completion_length - 1:
             break
-        if not unfinished.all():  # finished completions leave the batch
-            kept = unfinished.nonzero()[:, 0]
+        if len(kept) < len(live):  # finished completions leave the batch
             live, ids, attention_mask = live[kept], ids[kept], attention_mask[kept]
             cache.reorder_cache(kept)
         attention_mask = F.pad(attention_mask, (0, 1), value=True)  # the token sampled
@@ -536,12 +534,12 @@ class Batch:
     prompt_mask: torch.Tensor  # (N, P), bool
     completion_ids: torch.Tensor  # (N, C), padded on the right
     mask: torch.Tensor  # (N, C), bool: up to and including the first EOS
-    # All (N, C):
-    sampled_logp: torch.Tensor | None = None  # when it was sampled
-    advantages: torch.Tensor | None = None  # None: before `train_step` sets them
-    ref_logp: torch.Tensor | None = None  # under the reference; None: no KL term
-    old_logp: torch.Tensor | None = None  # before the updates; None: only one update
-    weights: torch.Tensor | None = None  # of a mini-batch, see `token_weights`
+    # All (N, C). Filled in by
+    sampled_logp: torch.Tensor | None = None  # `rollout`
+    advantages: torch.Tensor | None = None  # `train_step`
+    ref_logp: torch.Tensor | None = None  # `update`, if there is a KL term
+    old_logp: torch.Tensor | None = None  # `update`, if it makes more than one
+    weights: torch.Tensor | None = None  # `optimizer_step`
 
     @property
     def inputs(self):
@@ -582,8 +580,9 @@ class Run:
     reference: torch.nn.Module | None = None  # needed unless beta is 0
     reference_context: Callable = contextlib.nullcontext  # LoRA: switches adapters off
     step_reward: Callable | None = None  # see `score_steps`
-    generate: Callable = generate  # or on a GPU `graphed_generate`
-    logprobs: Callable = token_logprobs  # or a faster one, such as `sliced_logprobs`
+    # The two functions that run the model, or faster ones with the same arguments:
+    generate: Callable = generate  # `graphed_generate`
+    logprobs: Callable = token_logprobs  # `sliced_logprobs`
 
 
 def train_step(run, train_rows, step):
@@ -800,10 +799,9 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # The mini-batch has T tokens on all W ranks. In the metrics and in the loss of
-    # "dapo" each rank divides its sums by T / W, not by its own number of tokens. The
-    # mean over ranks (of gradients by FSDP2, of metrics by `mean_over_ranks`) is then
-    # the sum over all ranks divided by T. The other losses divide by N, which is equal.
+    # The mini-batch has T tokens on all W ranks. Wanted, in the metrics and in the loss
+    # of "dapo": (sum over all ranks) / T. FSDP2 (gradients) and `mean_over_ranks` will
+    # divide the sum by W, so each rank divides its own sums by T / W.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -829,14 +827,14 @@ def optimizer_step(run, batch):
         if micro.sampled_logp is not None:  # supervised steps have none
             means["sampling_gap"] = sampling_gap(micro, logp.detach())
         metrics["loss"] += loss.item()  # weighted already
-        # Means over this micro-batch, times its share, add up to those over all.
+        # Means over this micro-batch, times its share, add up to sums / (T / W).
         share = micro.mask.sum().item() / tokens_per_rank
         for name, mean in means.items():
             metrics[name] += mean.item() * share
 
     parameters = [x for part in run.optimizer.param_groups for x in part["params"]]
-    # A weight that the model does not use has no gradient. AdamW would make no state
-    # for it, and resuming would miss that.
+    # Only for resuming: AdamW makes no state for a weight without a gradient (one that
+    # the model does not use), and loading a checkpoint expects it.
     for x in parameters:
         if x.grad is None:
             x.grad = torch.zeros_like(x)
@@ -1677,7 +1675,8 @@ def restore(run):
         dcp.load(state, checkpoint_id=Path(folder, "state"))
         dsd.set_state_dict(run.policy, run.optimizer, options=STATE, **state)
         print0(f"resuming from {folder}")
-    for log in LOGS if RANK == 0 else ():
+    logs = LOGS if RANK == 0 else ()  # the first rank writes them
+    for log in logs:
         if folder is None:
             Path(run.config.output_dir, log).unlink(missing_ok=True)
         elif Path(folder, "state", log).exists():
@@ -1838,7 +1837,8 @@ def train(run, rows, eval_rows, report, signals=()):
             print0(f"step {step}: an update was skipped, its gradient was not finite")
         is_last = step == config.max_steps
         stopped = any(all_gather(len(signals) > 0)) and not is_last
-        eval_is_due = is_due(config.eval_every, step, is_last)
+        eval_is_due = config.eval_every and (step % config.eval_every == 0 or is_last)
+        save_is_due = config.save_every and step % config.save_every == 0
         if evaluates and eval_is_due and not stopped:  # to stop soon
             metrics |= evaluate(run, eval_rows, step)
         if step == 1 or eval_is_due:
@@ -1847,18 +1847,13 @@ def train(run, rows, eval_rows, report, signals=()):
         report(metrics, step=step)
         bar.update()
         bar.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
-        if stopped or is_last or is_due(config.save_every, step, is_last):
+        if stopped or is_last or save_is_due:
             folder = Path(config.output_dir, f"checkpoint-{step}")
             save(run, folder, training_state(run))
         if stopped:
             bar.close()
             sys.exit(f"stopped; go on: python grpo.py --resume {config.output_dir}")
     bar.close()
-
-
-def is_due(every, step, is_last):
-    """True every so many steps (0: never) and at the last one."""
-    return every > 0 and (step % every == 0 or is_last)
 
 
 def log_completions(config, step, columns):
