@@ -1260,7 +1260,8 @@ def build_run(config, name, reward_functions, step_reward=None):
         all weights      float32      float32       -
         LoRA             --dtype      float32       --dtype
         --max-steps 0    --dtype      -             --dtype
-    In bfloat16, FSDP2 makes the weights that run from the float32 ones."""
+    On several ranks, and in bfloat16 even on one, FSDP2 makes copies of the trained
+    weights, with which the model runs. After an optimizer step they are stale."""
     dtype = getattr(torch, config.dtype)
     trains_all_weights = config.max_steps > 0 and not config.lora_rank
     policy_dtype = torch.float32 if trains_all_weights else dtype
@@ -1305,14 +1306,11 @@ def prepare_training(run, name, dtype):
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-    # On one rank FSDP2 only makes the bfloat16 weights that run, while AdamW updates
-    # float32 ones.
     if WORLD_SIZE > 1 or dtype == torch.bfloat16:
         shard(policy, dtype, keep_gathered=True)
     policy.to(DEVICE)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     run.optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
-    # After its step the weights that run must be gathered again.
     run.optimizer.register_step_post_hook(lambda *_: drop_gathered(policy))
 
 
@@ -1372,7 +1370,8 @@ def shard(model, dtype, keep_gathered):
 
 
 def drop_gathered(model):
-    """Makes FSDP2 gather the weights again, after an optimizer step."""
+    """Drops the copies of the weights that an optimizer step has made stale. The next
+    forward pass gathers new ones."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
@@ -1530,10 +1529,8 @@ def choose_generate(model):
     """`graphed_generate` on a GPU, unless transformers marks the model as not fit for
     fixed shapes, it has layers other than attention, or a trial fails, because the
     model waits for the GPU (as experts in float32 do)."""
-    layers = DynamicCache(config=model.config).layers
-    has_attention_alone = all(
-        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers
-    )
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    has_attention_alone = kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
     if not (ON_GPU and model._can_compile_fullgraph and has_attention_alone):
         return generate
     ids = torch.tensor([[2]], device=DEVICE)
