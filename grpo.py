@@ -251,16 +251,16 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     rewards = rewards.float()  # in which 0.1 + 0.2 equals 0.3
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
-    groups = rewards.double().view(-1, num_generations)  # (B, G)
+    groups = rewards.view(-1, num_generations)  # (B, G)
     # A shift changes no advantage, and makes those of equal rewards exactly 0. (The
-    # mean of eight 0.1 may be off by rounding, and the std is as small.)
+    # mean of eight 0.1 is off by rounding, and the std is as small.)
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    return advantages.float().view(-1)
+    return advantages.view(-1)
 
 
 def process_advantages(
