@@ -1827,8 +1827,8 @@ def train(run, rows, eval_rows, report, signals=()):
         gap = metrics["sampling_gap"] * config.temperature
         if step == 1 and not gap < MAX_SAMPLING_GAP:  # or NaN
             raise Error(
-                "--model: log-probs of sampling and of training differ by "
-                f"{metrics['sampling_gap']:.2g} nats per token: it cannot be trained"
+                f"--model: log-probs of sampling and of training differ by {gap:.2g} "
+                "nats per token (at temperature 1): it cannot be trained"
             )
         if metrics["skipped"]:
             print0(f"step {step}: an update was skipped, its gradient was not finite")
