@@ -534,12 +534,12 @@ class Batch:
     prompt_mask: torch.Tensor  # (N, P), bool
     completion_ids: torch.Tensor  # (N, C), padded on the right
     mask: torch.Tensor  # (N, C), bool: up to and including the first EOS
-    # All (N, C). Filled in by
-    sampled_logp: torch.Tensor | None = None  # `rollout`
-    advantages: torch.Tensor | None = None  # `train_step`
-    ref_logp: torch.Tensor | None = None  # `update`, if there is a KL term
-    old_logp: torch.Tensor | None = None  # `update`, if it makes more than one
-    weights: torch.Tensor | None = None  # `optimizer_step`
+    # All (N, C), and None until they are set
+    sampled_logp: torch.Tensor | None = None  # by `rollout`
+    advantages: torch.Tensor | None = None  # by `train_step`
+    ref_logp: torch.Tensor | None = None  # by `update`, if there is a KL term
+    old_logp: torch.Tensor | None = None  # by `update`, if it takes several steps
+    weights: torch.Tensor | None = None  # by `optimizer_step`, see `token_weights`
 
     @property
     def inputs(self):
@@ -1471,6 +1471,8 @@ def graphed_generate(
     one by one takes Python longer than they run.) No shape may change, so that the
     cache has room for all P + C tokens from the beginning, and finished completions
     stay in the batch. See `choose_generate` for the models that it is right for."""
+    if not prompt_mask[:, -1].all():
+        raise ValueError("prompts must be padded on the left")
     eos = torch.tensor(eos_token_ids, device=prompt_ids.device).view(-1)
     prompt_length = prompt_ids.shape[1]
     prompt_cache = DynamicCache()  # also layers with a window keep all tokens in it
@@ -1512,7 +1514,7 @@ def graphed_generate(
 
 def recorded(function):
     """Records the kernels that a function starts on a GPU, without running them.
-    Returns a function that runs them, on the same tensors, and not Python again."""
+    Returns a function that runs them on the same tensors, without Python."""
     graph = torch.cuda.CUDAGraph()
     # Other threads (NCCL, trackers) may use the GPU meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

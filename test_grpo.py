@@ -848,6 +848,8 @@ def test_prompts_padded_on_the_right_are_refused():
     with pytest.raises(ValueError, match="padded on the left"):
         grpo.generate(tiny_model(), *prompts, 1, 1, 1)
     with pytest.raises(ValueError, match="padded on the left"):
+        grpo.graphed_generate(tiny_model(), *prompts, 1, 1, 1)
+    with pytest.raises(ValueError, match="padded on the left"):
         grpo.token_logprobs(tiny_model(), *prompts, *completions)
 
 
