@@ -60,6 +60,7 @@ To train a model `name` on a list of `texts` with it, in one process:
 """
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib
@@ -192,7 +193,7 @@ class Config:
     run_id: str = option("", "by which a tracker resumes; default: a random one")
 
     def __post_init__(self):
-        smallest = {  # any other number: 0
+        smallest = {
             "num_generations": 2,
             "prompts_per_step": 1,
             "max_completion_length": 1,
@@ -252,15 +253,14 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
     groups = rewards.view(-1, num_generations)  # (B, G)
-    # A shift changes no advantage, and makes those of equal rewards exactly 0. (The
-    # mean of eight 0.1 is off by rounding, and the std is as small.)
-    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    return advantages.view(-1)
+    # Rounding makes the mean of eight 0.1 differ from 0.1, and the std is as small.
+    differ = (groups != groups[:, :1]).any(1, keepdim=True)  # (B, 1)
+    return advantages.where(differ, 0).view(-1)
 
 
 def process_advantages(
@@ -328,12 +328,9 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Means over tokens that
-    were sampled from the policy:
-        k3                      KL(policy, reference)
-        gradient of k3          that of KL(reference, policy), the reverse
-        ratio * k3              KL(policy, reference)
-        gradient of ratio*k3    that of KL(policy, reference)
+    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Over tokens sampled from
+    the policy, its mean is KL(policy, reference), but its gradient has the mean of that
+    of KL(reference, policy). That of ratio * k3 is right: of KL(policy, reference).
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -412,8 +409,7 @@ def grpo_loss(
 def call_model(model, ids, attention_mask, cache=None, **options):
     """Runs L tokens for each row, ids (N, L), after the K tokens that are in `cache`,
     and adds them to it. attention_mask: (N, K + L). A token's position is the number of
-    tokens before it, without padding on the left. If L is 1, the mask may have more
-    places, which are False: 1 1 1 0 0 gives 0 1 2 2 2, and the last 2 is right."""
+    tokens before it, without padding on the left."""
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
     return model(
         ids,
@@ -524,8 +520,7 @@ def model_inputs(prompt_ids, prompt_mask, completion_ids, mask):
 
 
 # ----------------------------------------------------------------------------- one step
-# Several ranks (WORLD_SIZE > 1): each takes an equal number of prompts of its own.
-# Gradients (by FSDP2) and metrics are averaged over them.
+# Of several ranks (WORLD_SIZE > 1), each takes an equal number of prompts of its own.
 @dataclass
 class Batch:
     """N completions, each with its prompt: a rollout, a mini-batch or a micro-batch."""
@@ -573,16 +568,13 @@ class Run:
     policy: torch.nn.Module  # the causal LM of transformers that is trained
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_token_ids: list[int]  # a completion ends with any of these
-    # `update` sets its learning rate. None: this run only evaluates.
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None  # None: this run only evaluates
     # {name: (function, weight)}, see `score`
     reward_functions: dict[str, tuple[Callable, float]]
     reference: torch.nn.Module | None = None  # needed unless beta is 0
-    reference_context: Callable = contextlib.nullcontext  # LoRA: switches adapters off
     step_reward: Callable | None = None  # see `score_steps`
-    # The two functions that run the model, or faster ones with the same arguments:
-    generate: Callable = generate  # `graphed_generate`
-    logprobs: Callable = token_logprobs  # `sliced_logprobs`
+    generate: Callable = generate  # or `graphed_generate`
+    logprobs: Callable = token_logprobs  # or `sliced_logprobs`
 
 
 def train_step(run, train_rows, step):
@@ -602,24 +594,13 @@ def train_step(run, train_rows, step):
     # 3. Score them.
     scores = score(run, columns, config.num_generations)
     metrics = rollout_metrics(batch, columns, scores, config.num_generations)
-
-    # 4. Normalise within each group. All tokens of a completion share its advantage.
-    advantages = group_advantages(
-        scores["reward"], config.num_generations, config.scale_rewards
-    )
-    batch.advantages = advantages.to(DEVICE)[:, None].expand(batch.mask.shape)
-    if run.step_reward:  # process supervision
+    if run.step_reward:
         columns |= score_steps(run, columns)
-        process = process_advantages(
-            columns["step_rewards"],
-            columns["step_ends"],
-            config.num_generations,
-            batch.mask.shape[1],
-            config.scale_rewards,
-        )
-        batch.advantages = batch.advantages + process.to(DEVICE)
         step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
         metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
+
+    # 4. Normalise within each group.
+    batch.advantages = token_advantages(run, batch, columns, scores["reward"])
     metrics["rollout_seconds"] = time.perf_counter() - start  # with reward functions
 
     # 5. Minimise -min(ratio A, clip(ratio) A) + beta KL.
@@ -633,9 +614,9 @@ def train_step(run, train_rows, step):
 def prompt_batch(rows, step, size, seed):
     """The `size` rows of a step. Epochs are shuffled and drop an incomplete batch."""
     if size > len(rows):
-        raise Error(f"a step takes {size} rows of a rank, but it has {len(rows)}")
+        raise Error(f"{len(rows)} rows on a rank are too few for a step of {size}")
     epoch, i = divmod(step - 1, len(rows) // size)
-    shuffled = random.Random(seed * 1_000_003 + epoch).sample(rows, len(rows))
+    shuffled = random.Random(f"{seed} {epoch}").sample(rows, len(rows))
     return shuffled[i * size : (i + 1) * size]
 
 
@@ -665,7 +646,7 @@ def rollout(run, rows, num_generations, temperature):
     repeated = [row for row in rows for _ in range(num_generations)]
     columns = {name: [row[name] for row in repeated] for name in rows[0]}
     ids = [x[m].tolist() for x, m in zip(completion_ids, mask)]
-    finished = [x[-1] in run.eos_token_ids for x in ids]  # not cut off
+    finished = [x[-1] in run.eos_token_ids for x in ids]
     columns["completion_ids"] = ids
     columns["finished"] = finished
     # Special tokens other than the final EOS are kept: in some models <think> is one.
@@ -739,6 +720,23 @@ def reasoning_steps(tokenizer, ids):
     return texts, ends
 
 
+def token_advantages(run, batch, columns, rewards):
+    """Advantages (N, C). All tokens of a completion share that of its reward. Process
+    supervision adds those of its reasoning steps."""
+    config = run.config
+    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+    advantages = advantages[:, None].expand(batch.mask.shape)
+    if run.step_reward:
+        advantages = advantages + process_advantages(
+            columns["step_rewards"],
+            columns["step_ends"],
+            config.num_generations,
+            batch.mask.shape[1],
+            config.scale_rewards,
+        )
+    return advantages.to(DEVICE)
+
+
 def rollout_metrics(batch, columns, scores, num_generations):
     """What a rollout and its scores come to: means over completions."""
     metrics = {name: x.nanmean().item() for name, x in scores.items()}
@@ -768,8 +766,7 @@ def update(run, batch, learning_rate):
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
     if config.beta:
-        with run.reference_context():
-            batch.ref_logp = fixed_logprobs(run, run.reference, batch)
+        batch.ref_logp = fixed_logprobs(run, run.reference, batch)
     num_updates = config.num_iterations * config.num_mini_batches
     if num_updates > 1:  # in the only update, the policy is still the one that sampled
         batch.old_logp = fixed_logprobs(run, run.policy, batch)
@@ -799,9 +796,9 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # The mini-batch has T tokens on all W ranks. Wanted, in the metrics and in the loss
-    # of "dapo": (sum over all ranks) / T. FSDP2 (gradients) and `mean_over_ranks` will
-    # divide the sum by W, so each rank divides its own sums by T / W.
+    # FSDP2 (gradients) and `mean_over_ranks` (metrics) average over ranks. If each rank
+    # divides the sum over its tokens by this number, the average of the ranks is the
+    # mean over the tokens of all.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -810,9 +807,12 @@ def optimizer_step(run, batch):
     for indices in batch.micro_batch_indices(config.micro_batch_size):
         micro = batch.select(indices)
         logp = run.logprobs(run.policy, *micro.inputs, config.temperature)
+        old_logp = micro.old_logp
+        if old_logp is None:  # the policy is still the one that sampled
+            old_logp = logp.detach()
         loss, means = grpo_loss(
             logp,
-            micro.old_logp,
+            old_logp,
             micro.ref_logp,
             micro.advantages,
             micro.mask,
@@ -825,19 +825,16 @@ def optimizer_step(run, batch):
         )
         loss.backward()
         if micro.sampled_logp is not None:  # supervised steps have none
-            means["sampling_gap"] = sampling_gap(micro, logp.detach())
+            # Sampling runs the policy token by token with a cache, training all tokens
+            # at once. The log-probs differ by rounding, or one of the two is wrong.
+            gap = (old_logp - micro.sampled_logp).abs()
+            means["sampling_gap"] = masked_mean(gap, micro.mask)
         metrics["loss"] += loss.item()  # weighted already
-        # Means over this micro-batch, times its share, add up to sums / (T / W).
-        share = micro.mask.sum().item() / tokens_per_rank
+        num_tokens = micro.mask.sum().item()
         for name, mean in means.items():
-            metrics[name] += mean.item() * share
+            metrics[name] += mean.item() * num_tokens / tokens_per_rank
 
     parameters = [x for part in run.optimizer.param_groups for x in part["params"]]
-    # Only for resuming: AdamW makes no state for a weight without a gradient (one that
-    # the model does not use), and loading a checkpoint expects it.
-    for x in parameters:
-        if x.grad is None:
-            x.grad = torch.zeros_like(x)
     grad_norm = clip_grad_norm_(parameters, config.max_grad_norm or math.inf)
     if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()  # over the shards of all ranks
@@ -848,14 +845,6 @@ def optimizer_step(run, batch):
     run.optimizer.zero_grad()
     metrics["skipped"] = float(not is_finite)
     return metrics
-
-
-def sampling_gap(batch, logp):
-    """Mean distance of the log-probs of sampling (token by token, with a cache) from
-    those of training (at once), both by the policy that sampled. They differ only by
-    rounding, or one of the two is wrong for this model."""
-    old_logp = logp if batch.old_logp is None else batch.old_logp
-    return masked_mean((old_logp - batch.sampled_logp).abs(), batch.mask)
 
 
 def all_gather(value):
@@ -891,12 +880,10 @@ def accuracy_reward(completions, answer, finished=None, **columns):
     for i, completion in enumerate(completions):
         found = extract_answer(completion, finished is None or finished[i])
         gold = normalise(gold_answer(answer[i]))
-        choice = re.fullmatch(r"\(?([a-j])\)?", str(gold))  # B or (B)
-        if choice:
-            gold = choice[1]
+        if re.fullmatch(r"\(?[a-j]\)?", str(gold)):  # a choice: B or (B)
+            gold = gold.strip("()")
             # B. Paris, (B) 12, \textbf{(B)} and \mathbf{B} are B.
-            letter = re.match(r"[\\(a-z{]*?\b([A-J])[):.}]", found)
-            found = letter[1] if letter else found
+            found = re.sub(r"(?s)^[\\(a-z{]*?\b([A-J])[):.}].*", r"\1", found)
         scores.append(float(normalise(found) == gold))
     return scores
 
@@ -931,16 +918,10 @@ def format_reward(prompts, completions, **columns):
 NUMBER = (
     r"(?:(?<!\d)[-+])?[$€£]?"  # the minus of 3-5 is no sign
     r"(?:\d+ (?=\d+/\d))?"  # the whole part of 2 1/2
-    r"\.?\d(?:[\d.,/:]*\d)?"
-    r"(?:[eE][-+]?\d+)?"
+    r"\.?\d(?:[\d.,/:]*\d)?(?:[eE][-+]?\d+)?"
 )
-# The number of 72 clips, but of nothing that it only begins:
-NUMBER_ALONE = (
-    rf"(?>{NUMBER})(?!"  # (?>: never a shorter number
-    r"[\w\\^(){]|"  # 3\sqrt{2}, 3^2, 2) Add
-    r" ?[-+*/=×\\^]|"  # 3 + 4
-    r"[,;] ?\d| or\b| and\b)"  # 2, 3 and 2 or 3
-)
+# The number of 72 clips, but of nothing that it only begins: 3^2, 3 + 4, 2, 3 or 2 or 3
+NUMBER_ALONE = rf"(?>{NUMBER})(?![\w\\^(){{]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
 ANSWER_IS = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
 
 
@@ -954,12 +935,12 @@ def extract_answer(text, finished=True):
     ('72', '')
     """
     text = re.sub("[−–]", "-", text)
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed{", text)]):
-        end = closing_brace(text, start)
-        if end is None:
+    for after_brace in reversed(text.split(r"\boxed{")[1:]):
+        content = until_closing_brace(after_brace)
+        if content is None:
             return ""  # cut off
-        if text[start:end].strip(" ."):
-            return text[start:end].strip()
+        if content.strip(" ."):
+            return content.strip()
     _, mark, rest = text.rpartition("####")
     rest = re.sub(ANSWER_IS, "", rest).strip(" *\n")
     number = re.match(NUMBER_ALONE, rest)
@@ -973,13 +954,13 @@ def extract_answer(text, finished=True):
     return numbers[-1] if numbers else ""
 
 
-def closing_brace(text, start):
-    """The index of the } that closes a { just before `start`, or None."""
+def until_closing_brace(text):
+    """What stands before the } that closes a { just before the text, or None."""
     depth = 1
-    for brace in re.compile(r"\\.|[{}]").finditer(text, start):  # \{ is no brace
+    for brace in re.finditer(r"\\.|[{}]", text):  # \{ is no brace
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return brace.start()
+            return text[: brace.start()]
     return None
 
 
@@ -999,21 +980,15 @@ def gold_answer(answer):
 
 SPELLINGS = [  # what `normalise` replaces, in this order
     (r"[−–]", "-"),  # other minus signs
-    (r"\\[!,;: ()\[\]]|\\left|\\right|\\(?=[$%])|\*\*", ""),  # spaces, brackets, **
+    (r"\\[!,;: ()\[\]]|\\left|\\right|\*\*|\\?[$€£%]", ""),
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
     (r"\\[dt]frac", r"\\frac"),
-    (r"\\frac ?(\d)", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
-    (r"\\frac ?({[^{}]*}) ?(\d)", r"\\frac\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
-    (r" ?\\frac ?{(-?\d+)} ?{(-?\d+)}", r" \1/\2"),  # 2\frac{1}{2} -> 2 1/2
+    (r" ?\\frac ?(?:{(-?\d+)}|(\d)) ?(?:{(-?\d+)}|(\d))", r" \1\2/\3\4"),  # 2\frac12
     (r" ?(?:\\times|×|\\cdot) ?10\^{?(-?\d+)}?", r"e\1"),  # 3 \times 10^8 -> 3e8
-    (r"[$€£%]", ""),
     (r"(?<=\d),(?=\d{3}(?!\d))", ""),  # 1,000 -> 1000
     (r" ?(,|[<>!]=|[()\[\]]) ?", r"\1"),  # ( 1, 2 ) -> (1,2) and x >= 1 -> x>=1
 ]
-PLAIN_NUMBER = (
-    r"\+?(-?)(?:(\d+) (?=\d+/))?([\d.]+(?:/\d+)?(?:e[-+]?\d{1,3})?)"  # -2 1/2
-)
 
 
 def normalise(text):
@@ -1027,12 +1002,13 @@ def normalise(text):
     if not re.search(r"[,;]|\bor\b|\band\b", text):  # not of x = 1 or x = 2
         text = re.split("(?<![<>!])=", text)[-1]
     text = " ".join(text.split()).rstrip(".").lower().replace("- ", "-")
-    match = re.fullmatch(PLAIN_NUMBER, text)
+    number = r"\+?(-?)(?:(\d+) (?=\d+/))?([\d.]+(?:/\d+)?(?:e[-+]?\d{1,3})?)"  # -2 1/2
+    match = re.fullmatch(number, text)
     if match is None:
         return text
-    sign, whole, number = match.groups()
+    sign, whole, rest = match.groups()
     try:
-        value = Fraction(number) + int(whole or 0)
+        value = Fraction(rest) + int(whole or 0)
     except (ValueError, ZeroDivisionError):  # such as 1.2.3 or 1/0
         return text
     return -value if sign else value
@@ -1056,18 +1032,13 @@ def reward_model(name):
     return score_chats
 
 
-JUDGE_REQUEST = """{question}
-
-Mark this answer from 0 to 10, by a number alone:
-
-{answer}"""
-
-
 def judge(name):
     """The reward function of --reward judge:NAME: the mark that a chat model gives to a
     completion, divided by 10. The mark is the first number in its reply. None if there
     is none, or if it is over 10."""
-    reply = transformers.pipeline("text-generation", name, device=DEVICE)
+    reply = transformers.pipeline(
+        "text-generation", name, device=DEVICE, batch_size=16, return_full_text=False
+    )
     # Batches need a pad token, which the tokenizers of Llama 3 and Mistral lack.
     reply.tokenizer.pad_token = reply.tokenizer.pad_token or reply.tokenizer.eos_token
 
@@ -1075,17 +1046,11 @@ def judge(name):
         requests = []
         for chat, completion in zip(messages, completions):
             question = [x["content"] for x in chat if x["role"] == "user"][-1]
-            text = JUDGE_REQUEST.format(question=question, answer=completion)
+            request = "Mark this answer from 0 to 10, by a number alone:"
+            text = f"{question}\n\n{request}\n\n{completion}"
             requests.append([{"role": "user", "content": text}])
-        replies = reply(
-            requests,
-            max_new_tokens=8,
-            do_sample=False,
-            return_full_text=False,
-            batch_size=16,
-        )
         marks = []
-        for found in replies:
+        for found in reply(requests, max_new_tokens=8, do_sample=False):
             number = re.search(r"\d+(\.\d+)?", found[0]["generated_text"])
             mark = float(number[0]) if number else math.inf
             marks.append(mark / 10 if mark <= 10 else None)
@@ -1102,7 +1067,9 @@ def load_rewards(specs):
     """{name: (function, weight)} for the arguments of --reward, NAME or NAME=WEIGHT."""
     rewards = {}
     for spec in specs:
-        name, weight = re.fullmatch(r"(.*?)(?:=([-+.\deE]+))?", spec).groups()
+        name, weight = re.fullmatch(
+            r"(.*?)(?:=(-?\d*\.?\d+(?:e-?\d+)?))?", spec
+        ).groups()
         rewards[name] = load_function(name), float(weight or 1)
     return rewards
 
@@ -1267,38 +1234,18 @@ def build_run(config, name, reward_functions, step_reward=None):
     policy_dtype = torch.float32 if trains_all_weights else dtype
     policy = load_model(name, policy_dtype, config.seed)
     tokenizer, eos_token_ids = load_tokenizer(name, policy)
-    run = Run(
-        config=config,
-        policy=policy,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
-        optimizer=None,
-        reward_functions=reward_functions,
-        step_reward=step_reward,
-        logprobs=choose_logprobs(policy),
-    )
-    if config.max_steps:
-        prepare_training(run, name, dtype)
-    else:
-        policy.to(DEVICE)
-    run.generate = choose_generate(policy)
-    return run
-
-
-def prepare_training(run, name, dtype):
-    """Adds adapters, reference and optimizer to a run, and shards its models."""
-    config, policy = run.config, run.policy
-    if config.lora_rank:
+    logprobs = choose_logprobs(policy)
+    reference, optimizer = None, None
+    if config.max_steps and config.lora_rank:
+        # Other modules with the same weights, before the policy gets its adapters.
+        reference = copy.deepcopy(policy, {id(x): x for x in policy.parameters()})
         transformers.set_seed(config.seed)  # adapters start at random
         add_adapters(policy, config.lora_rank)
-        run.reference = policy
-        run.reference_context = functools.partial(adapters_off, policy)
-    elif config.beta:
+    elif config.max_steps and config.beta:
         # Its weights keep `requires_grad`, because `shard` leaves frozen ones whole.
-        run.reference = load_model(name, dtype, config.seed)
+        reference = load_model(name, dtype, config.seed)
         if WORLD_SIZE > 1:
-            shard(run.reference, dtype, keep_gathered=False)
-        run.reference.to(DEVICE)
+            shard(reference, dtype, keep_gathered=False)
     if config.gradient_checkpointing:
         # Not by `gradient_checkpointing_enable`, which acts in training mode only, and
         # that mode has dropout.
@@ -1306,12 +1253,28 @@ def prepare_training(run, name, dtype):
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-    if WORLD_SIZE > 1 or dtype == torch.bfloat16:
+    if config.max_steps and (WORLD_SIZE > 1 or dtype == torch.bfloat16):
         shard(policy, dtype, keep_gathered=True)
     policy.to(DEVICE)
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    run.optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
-    run.optimizer.register_step_post_hook(lambda *_: drop_gathered(policy))
+    if reference is not None:
+        reference.to(DEVICE)
+    if config.max_steps:
+        trained = [weight for weight in policy.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
+        optimizer.register_step_pre_hook(lambda *_: fill_gradients(trained))
+        optimizer.register_step_post_hook(lambda *_: drop_gathered(policy))
+    return Run(
+        config=config,
+        policy=policy,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        optimizer=optimizer,
+        reward_functions=reward_functions,
+        reference=reference,
+        step_reward=step_reward,
+        generate=choose_generate(policy),
+        logprobs=logprobs,
+    )
 
 
 def add_adapters(model, rank):
@@ -1325,19 +1288,6 @@ def add_adapters(model, rank):
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
-
-
-@contextlib.contextmanager
-def adapters_off(model):
-    """Switches LoRA off: the policy is its own reference. `disable_adapters` clears
-    `requires_grad` of the adapters, and `enable_adapters` sets it again. The policy
-    must be gathered (sampling did it, and no optimizer step followed): if FSDP2
-    gathered in between, its new tensors would stay frozen."""
-    model.disable_adapters()
-    try:
-        yield
-    finally:
-        model.enable_adapters()
 
 
 def decoder_layers(model):
@@ -1367,6 +1317,14 @@ def shard(model, dtype, keep_gathered):
     shard_module(model, reshard_after_forward=False)
     if keep_gathered:
         model.set_reshard_after_backward(False)
+
+
+def fill_gradients(weights):
+    """Sets missing gradients to 0. AdamW makes no state for a weight without one (which
+    the model does not use), and loading a checkpoint expects it."""
+    for x in weights:
+        if x.grad is None:
+            x.grad = torch.zeros_like(x)
 
 
 def drop_gathered(model):
@@ -1493,7 +1451,15 @@ def graphed_generate(
     last_ids = completion_ids[:, :1].clone()  # (N, 1)
 
     def decode():
-        output = call_model(model, last_ids, attention_mask, cache, logits_to_keep=1)
+        # Not by `call_model`, whose mask ends at the last token. This has C places.
+        output = model(
+            last_ids,
+            attention_mask=attention_mask.long(),
+            position_ids=attention_mask.sum(1, keepdim=True) - 1,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return output.logits
 
     for i in range(max_completion_length):
@@ -1656,8 +1622,8 @@ def save(run, folder, state=None):
     if state:
         dcp.save(state, checkpoint_id=partial / "state")  # waits for all ranks
     if RANK == 0:
-        for log in LOGS:
-            if state and Path(folder.parent, log).exists():
+        if state:
+            for log in LOGS:
                 shutil.copy(folder.parent / log, partial / "state")
         partial.rename(folder)
         rotate_checkpoints(folder.parent, run.config.save_total_limit)
@@ -1669,18 +1635,18 @@ def restore(run):
     """Loads the newest checkpoint, if there is one. Returns its step, or 0. The logs
     become those of the checkpoint: what a killed run has logged after it is dropped."""
     folder = get_last_checkpoint(run.config.output_dir)
-    if folder is not None:
-        state = training_state(run)
-        dcp.load(state, checkpoint_id=Path(folder, "state"))
-        dsd.set_state_dict(run.policy, run.optimizer, options=STATE, **state)
-        print0(f"resuming from {folder}")
-    logs = LOGS if RANK == 0 else ()  # the first rank writes them
-    for log in logs:
-        if folder is None:
+    if RANK == 0:
+        for log in LOGS:
             Path(run.config.output_dir, log).unlink(missing_ok=True)
-        elif Path(folder, "state", log).exists():
-            shutil.copy(Path(folder, "state", log), run.config.output_dir)
-    return int(folder.rpartition("-")[2]) if folder else 0
+            if folder:
+                shutil.copy(Path(folder, "state", log), run.config.output_dir)
+    if folder is None:
+        return 0
+    state = training_state(run)
+    dcp.load(state, checkpoint_id=Path(folder, "state"))
+    dsd.set_state_dict(run.policy, run.optimizer, options=STATE, **state)
+    print0(f"resuming from {folder}")
+    return int(folder.rpartition("-")[2])
 
 
 # --------------------------------------------------- supervised steps and built-in task
@@ -1692,15 +1658,10 @@ def supervised_model(config, rows):
     if folder.exists():
         return folder
     supervised = replace(
-        config,
-        beta=0.0,
-        lora_rank=0,
-        num_iterations=1,
-        num_mini_batches=1,
-        max_steps=config.sft_steps,
-        temperature=1.0,
+        config, beta=0.0, lora_rank=0, max_steps=config.sft_steps, temperature=1.0
     )
     run = build_run(supervised, config.model, reward_functions={})
+    run.optimizer.param_groups[0]["lr"] = config.sft_learning_rate
     examples = []  # token ids of prompt and solution
     rows = [row for row in rows if row["solution"] is not None]
     for row in encode_prompts(run, rows)[RANK::WORLD_SIZE]:
@@ -1714,7 +1675,7 @@ def supervised_model(config, rows):
         completion_ids, mask = pad(solutions, "right")
         batch = Batch(prompt_ids, prompt_mask, completion_ids, mask)
         batch.advantages = torch.ones(mask.shape, device=DEVICE)
-        update(run, batch, config.sft_learning_rate)
+        optimizer_step(run, batch)
     save(run, folder)
     return folder
 
@@ -1788,25 +1749,21 @@ def set_up(config):
     gc.collect()  # the supervised model's modules refer to each other
     run = build_run(config, name, rewards, step_reward)
     rows, eval_rows = encode_prompts(run, rows), encode_prompts(run, eval_rows)
+    all_rows = eval_rows + rows
     print0(
         f"{len(rows)} prompts to train on and {len(eval_rows)} to evaluate fit into "
         "--max-prompt-length"
     )
-    if config.max_steps and len(rows) < config.prompts_per_step:
+    if not all_rows or (config.max_steps and len(rows) < config.prompts_per_step):
         raise Error(f"--prompts-per-step: there are only {len(rows)} prompts")
-    longest = max((len(row["prompt_ids"]) for row in rows + eval_rows), default=0)
+    longest = max(len(row["prompt_ids"]) for row in all_rows)
     text_config = run.policy.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     if longest + config.max_completion_length > positions:
         raise Error(f"--max-completion-length: the model has {positions} positions")
-    if rows or eval_rows:
-        first = (eval_rows + rows)[0]
-        print0(f"the first prompt: {run.tokenizer.decode(first['prompt_ids'])!r}")
+    first_ids = all_rows[0]["prompt_ids"]
+    print0(f"the first prompt: {run.tokenizer.decode(first_ids)!r}")
     return run, rows[RANK::WORLD_SIZE], eval_rows
-
-
-# Sampling may differ from training by rounding: 1e-7 nats in float32, 0.04 in bfloat16.
-MAX_SAMPLING_GAP = 0.1
 
 
 def train(run, rows, eval_rows, report, signals=()):
@@ -1825,9 +1782,9 @@ def train(run, rows, eval_rows, report, signals=()):
         set_seed(config.seed, step)
         metrics, columns = train_step(run, rows, step)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        # Log-probs are of logits / temperature, which divides rounding errors, too.
+        # Rounding makes 1e-7 nats in float32 and 0.04 in bfloat16, over temperature.
         gap = metrics["sampling_gap"] * config.temperature
-        if step == 1 and not gap < MAX_SAMPLING_GAP:  # or NaN
+        if step == 1 and not gap < 0.1:  # or NaN
             raise Error(
                 f"--model: log-probs of sampling and of training differ by {gap:.2g} "
                 "nats per token (at temperature 1): it cannot be trained"
@@ -1892,21 +1849,16 @@ def evaluate(run, rows, step):
 def heed_signals(stack):
     """Lets Ctrl-C and SIGTERM stop a run after its step, and a second one at once.
     Returns the list of signals received, which is empty at first."""
-    usual = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
     received = []
-
-    def put_back():
-        for number, handler in usual.items():
-            signal.signal(number, handler)
+    usual = stack.enter_context(contextlib.ExitStack())  # puts the handlers back
 
     def stop(number, frame):
-        put_back()
+        usual.close()
         received.append(number)
         print0("stopping after this step; again to stop at once")
 
-    for number in usual:
-        signal.signal(number, stop)
-    stack.callback(put_back)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        usual.callback(signal.signal, number, signal.signal(number, stop))
     return received
 
 

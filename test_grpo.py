@@ -7,18 +7,13 @@ offline:
     python -m pytest -m "not slow"       # without whole runs and processes
 
 The first section is a course: GRPO worked out with numbers that fit on paper. Read it
-beside the first half of grpo.py. Sections, in order:
-
-    worked course; shared helpers
-    GRPO: options, advantages and loss; sampling and log-probs; the update; the step
-    the program: rewards; data and prompts; models, logs and options; rewards of the
-        README; whole runs; checkpoints, LoRA and bfloat16; signals, trackers and
-        errors; several ranks
+beside the first half of grpo.py. The others follow the order of grpo.py.
 """
 
 import contextlib
 import copy
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -38,7 +33,6 @@ from unittest import mock
 
 import peft
 import pytest
-import scipy.stats
 import torch
 import transformers
 import trl
@@ -272,11 +266,12 @@ def test_course_the_kl_term_is_averaged_as_the_surrogate_is_and_added():
 def test_course_bias_correction_multiplies_k3_by_the_ratio():
     """DeepSeek-V3.2. The ratio is not clipped here."""
     without, _ = loss_of_the_table("dapo")
-    loss, _ = loss_of_the_table("dapo", beta=0.04, use_bias_correction_kl=True)
+    loss, metrics = loss_of_the_table("dapo", beta=0.04, use_bias_correction_kl=True)
     # completion 0: 2.5 HALF + 0.9 TWICE = 0.759035
     # completion 1: 0.5 TWICE + 0 + 1.25 HALF = 0.394861
     kl = (0.759035 + 0.394861) / 5
     assert (loss - without).item() == pytest.approx(0.04 * kl, abs=1e-7)
+    assert metrics["kl"].item() == pytest.approx(1 / 5)  # of k3 itself
 
 
 def test_course_at_ratio_1_the_gradient_is_that_of_reinforce():
@@ -356,10 +351,11 @@ def test_course_tokens_are_sampled_with_their_probabilities(temperature, probs):
     torch.manual_seed(0)
     logits = torch.tensor(ODDS[0]).log().expand(14_000, 3)
     tokens, logp = grpo.sample(logits, temperature)
-    counts = tokens.bincount(minlength=3)
-    expected = [14_000 * p for p in probs]
-    # A correct sampler would fail on one seed in 1000; this seed is fixed, and passes.
-    assert scipy.stats.chisquare(counts.tolist(), expected).pvalue > 1e-3
+    counts, expected = tokens.bincount(minlength=3), 14_000 * torch.tensor(probs)
+    chi2 = ((counts - expected) ** 2 / expected).sum().item()
+    # Of three tokens, chi2 has two degrees of freedom: it is above x with probability
+    # exp(-x / 2). A correct sampler would fail on one seed in 1000; this one passes.
+    assert math.exp(-chi2 / 2) > 1e-3
     assert_close(logp.exp(), torch.tensor(probs)[tokens])
 
 
@@ -566,22 +562,16 @@ def test_rewards_that_do_not_form_groups_are_an_error(size, num_generations):
         grpo.group_advantages(torch.zeros(size), num_generations)
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "none"])
-def test_process_advantages_are_those_of_plain_loops(scale_rewards):
-    """Groups of 3 completions with 0 to 2 reasoning steps. The third has only one."""
-    step_rewards = [[0.2, 1.0], [], [0.5, 1.0], [1.0, 0.0], [2.0], [], [3.0], [], []]
-    step_ends = [[1, 4], [], [0, 3], [0, 4], [2], [], [2], [], []]
-    expected = torch.zeros(9, 5)
-    for i in range(6):  # a single reward equals its mean
-        start = i - i % 3
-        group = [x for rewards in step_rewards[start : start + 3] for x in rewards]
-        mean = statistics.fmean(group)
-        scale = statistics.stdev(group) + 0.1 if scale_rewards == "group" else 1.0
-        for reward, end in zip(step_rewards[i], step_ends[i]):
-            for t in range(end + 1):
-                expected[i, t] += (reward - mean) / scale
-    found = grpo.process_advantages(step_rewards, step_ends, 3, 5, scale_rewards, 0.1)
-    assert_close(found, expected, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("scale_rewards, size", [("group", 0.5), ("none", 1.0)])
+def test_a_group_may_have_few_reasoning_steps(scale_rewards, size):
+    """Two in the first and third, of mean 2. The one in the second equals its mean."""
+    step_rewards = [[], [1.0], [3.0], [9.0], [], [], [3.0], [], [1.0]]
+    step_ends = [[], [1], [0], [2], [], [], [2], [], [0]]
+    eps = 2 - math.sqrt(2)  # the std of 1 and 3 is sqrt(2)
+    found = grpo.process_advantages(step_rewards, step_ends, 3, 3, scale_rewards, eps)
+    signs = torch.zeros(9, 3)
+    signs[1, :2], signs[2, :1], signs[6, :3], signs[8, :1] = -1, 1, 1, -1
+    assert_close(found, size * signs)
 
 
 @pytest.mark.parametrize("second", [[2.0], [2.0, math.nan]], ids=["one", "nan"])
@@ -717,11 +707,9 @@ def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_k
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, -logp, None),
     )
+    only_concatenated = ["prompt_ids", "prompt_mask", "completion_ids"]
     columns = {
-        "prompt_ids": mask.long(),  # only concatenated
-        "prompt_mask": mask.long(),
-        "completion_ids": mask.long(),
-        "completion_mask": mask.long(),
+        **dict.fromkeys([*only_concatenated, "completion_mask"], mask.long()),
         "advantages": advantages,
         "old_per_token_logps": old_logp.detach(),
         "ref_per_token_logps": ref_logp.detach(),
@@ -738,7 +726,7 @@ def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_k
     [(0.0, False), (0.04, False), (0.04, True)],  # True is TRL's default
 )
 @pytest.mark.parametrize("moved", [0.0, 0.3])
-@pytest.mark.parametrize("epsilon_high", [0.2, 0.28])
+@pytest.mark.parametrize("epsilon_high", [0.0, 0.28])  # 0 is not the default
 @pytest.mark.parametrize("seed", range(8))
 def test_loss_and_gradient_are_those_of_trl(
     loss_type, level, beta, use_bias_correction_kl, moved, epsilon_high, seed
@@ -806,28 +794,27 @@ def test_sampled_log_probs_are_those_of_training(
 
 def test_each_graphed_step_reads_and_writes_the_same_tensors(monkeypatch):
     """A CUDA graph knows them by their addresses."""
-    steps, call_model = [], grpo.call_model
+    steps = []
 
-    def recording_call(model, ids, attention_mask, cache, **options):
-        output = call_model(model, ids, attention_mask, cache, **options)
-        states = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-        steps.append([ids, attention_mask, *states])
-        return output
+    def recorded(decode):
+        def step():
+            variables = inspect.getclosurevars(decode).nonlocals
+            layers = variables["cache"].layers
+            states = [x for layer in layers for x in (layer.keys, layer.values)]
+            steps.append([variables["last_ids"], variables["attention_mask"], *states])
+            return decode()
 
-    monkeypatch.setattr(grpo, "recorded", lambda decode: decode)
-    monkeypatch.setattr(grpo, "call_model", recording_call)
+        return step
+
+    monkeypatch.setattr(grpo, "recorded", recorded)
     grpo.graphed_generate(tiny_model(), *PROMPTS, 4, 6, 149)
-    _, first, *others = steps  # after the prompts
-    assert len(others) == 4
-    for step in others:
-        assert all(x is y for x, y in zip(step, first))
+    first, *others = steps
+    assert len(others) == 3  # the first of five is not recorded
+    assert all(x is y for step in others for x, y in zip(step, first))
 
 
 @pytest.mark.parametrize("kind", [*GRAPHED_KINDS, "lfm2", "gpt_neo"])
 def test_a_gpu_repeats_a_recorded_step_if_the_model_allows_it(kind, monkeypatch):
-    def cannot_be_recorded(decode):
-        raise RuntimeError("it waits for the GPU")
-
     assert grpo.choose_generate(tiny_model(kind)) is grpo.generate  # on a CPU
     stream = mock.Mock(side_effect=["usual", "usual"])
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
@@ -836,7 +823,7 @@ def test_a_gpu_repeats_a_recorded_step_if_the_model_allows_it(kind, monkeypatch)
     monkeypatch.setattr(grpo, "recorded", lambda decode: decode)
     chosen = grpo.choose_generate(tiny_model(kind))
     assert (chosen is grpo.graphed_generate) == (kind in GRAPHED_KINDS)
-    monkeypatch.setattr(grpo, "recorded", cannot_be_recorded)
+    monkeypatch.setattr(grpo, "recorded", mock.Mock(side_effect=RuntimeError))
     assert grpo.choose_generate(tiny_model(kind)) is grpo.generate
     if kind in GRAPHED_KINDS:
         torch.cuda.set_stream.assert_called_once_with("usual")
@@ -853,26 +840,23 @@ def test_prompts_padded_on_the_right_are_refused():
         grpo.token_logprobs(tiny_model(), *prompts, *completions)
 
 
-SLICED_KINDS = ["qwen2", "gpt2", "mistral", "lfm2"]
-
-
-@pytest.mark.parametrize(
-    "logprobs, kind",
-    [(grpo.token_logprobs, kind) for kind in [*SLICED_KINDS, "gemma2"]]
-    + [(grpo.sliced_logprobs, kind) for kind in SLICED_KINDS],
-)
-def test_log_probs_and_gradients_ignore_padding(logprobs, kind, monkeypatch):
+# Of these, gemma2 changes its logits after the output layer.
+@pytest.mark.parametrize("kind", [*GRAPHED_KINDS, "lfm2"])
+def test_log_probs_and_gradients_ignore_padding(kind, monkeypatch):
     """Slices of the vocabulary have 64, 64 and 22 tokens."""
     monkeypatch.setattr(grpo.SlicedLogSoftmax, "logits_at_once", 1)
     model, factors = tiny_model(kind), torch.randn(6, 6)
+    chosen = grpo.choose_logprobs(model)
+    assert (chosen is grpo.sliced_logprobs) == (kind != "gemma2")
     results = []
-    for function in (slow_logprobs, logprobs):
+    for function in (slow_logprobs, grpo.token_logprobs, chosen):
         logp = function(model, *ragged_batch(), temperature=0.7)
         model.zero_grad()
         (logp * factors).sum().backward()  # a random sum
         results.append([logp, *(x.grad for x in model.parameters())])
-    # Float32 through three layers, in another order of additions.
-    assert_close(results[1], results[0], atol=5e-4, rtol=1e-3)
+    for found in results[1:]:
+        # Float32 through three layers, in another order of additions.
+        assert_close(found, results[0], atol=5e-4, rtol=1e-3)
 
 
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
@@ -885,12 +869,6 @@ def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16():
     others = 63 / (63 + math.exp(8.5 / 0.7))  # the probability of all other tokens
     assert logp.item() == pytest.approx(math.log1p(-others), rel=0.01)
     assert grad[0, 0].item() == pytest.approx(others / 0.7, rel=0.01)
-
-
-@pytest.mark.parametrize("kind", [*SLICED_KINDS, "gemma2"])
-def test_choose_logprobs_takes_the_sliced_ones_unless_logits_are_capped(kind):
-    chosen = grpo.choose_logprobs(tiny_model(kind))
-    assert (chosen is grpo.sliced_logprobs) == (kind in SLICED_KINDS)
 
 
 # --------------------------------------------------------------------------- the update
@@ -922,13 +900,19 @@ def rollout_batch(advantages=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0)):
     return grpo.Batch(*batch, advantages=advantages)
 
 
-def test_gradient_checkpointing_saves_memory_and_changes_nothing_else():
+def built_run(policy, monkeypatch, **options):
+    """The `Run` that `build_run` makes of a policy, without a reference."""
+    monkeypatch.setattr(grpo, "load_model", lambda *_: policy)
+    config = grpo.Config(beta=0.0, dtype="float32", **options)
+    return grpo.build_run(config, "tiny", reward_functions={})
+
+
+def test_gradient_checkpointing_saves_memory_and_changes_nothing_else(monkeypatch):
     """No dropout either, which OPT has in its own `forward`."""
     results, saved_bytes = [], []
     for is_on in (False, True):
         policy = tiny_model("opt", dropout=0.1)
-        run = tiny_run(policy, beta=0.0, gradient_checkpointing=is_on)
-        grpo.prepare_training(run, name="", dtype=torch.float32)
+        run = built_run(policy, monkeypatch, gradient_checkpointing=is_on)
         torch.manual_seed(0)
         completions = grpo.generate(policy, *PROMPTS, 3, 6, 1)
         # What autograd saves, but for the inputs of checkpointed layers.
@@ -986,10 +970,17 @@ def slow_update(run, batch, loss_options):
 
 
 @loss_types
-@ratio_levels
-@pytest.mark.parametrize("num_iterations, num_mini_batches", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    "level, num_iterations, num_mini_batches, num_calls",
+    # Of the model, by two rows. The only update of a rollout needs no old_logp.
+    [
+        ("sequence", 1, 1, 3 + 3),  # reference, update
+        ("token", 2, 1, 3 + 3 + 2 * 3),  # reference, old_logp, two updates
+        ("token", 1, 2, 3 + 3 + 2 * 2),
+    ],
+)
 def test_an_update_is_that_of_plain_loops(
-    loss_type, level, num_iterations, num_mini_batches
+    loss_type, level, num_iterations, num_mini_batches, num_calls
 ):
     loss_options = {
         "importance_sampling_level": level,
@@ -999,8 +990,8 @@ def test_an_update_is_that_of_plain_loops(
         "use_bias_correction_kl": True,
     }
     run = tiny_run(
-        tiny_model(),
-        tiny_model(seed=1),
+        tiny_model(num_hidden_layers=1),
+        tiny_model(seed=1, num_hidden_layers=1),
         temperature=0.7,
         max_completion_length=9,  # more than any completion has
         loss_type=loss_type,
@@ -1015,7 +1006,9 @@ def test_an_update_is_that_of_plain_loops(
     batch = rollout_batch([0.3, -1.0, 0.5, -0.7, 1.0, 2.0])
     batch.sampled_logp = torch.randn(6, 6)
     expected = slow_update(slow_run, batch, loss_options)
+    run.logprobs = mock.Mock(side_effect=grpo.token_logprobs)
     metrics = grpo.update(run, batch, learning_rate=1e-3)
+    assert run.logprobs.call_count == num_calls
     expected |= {"skipped": 0, "learning_rate": 1e-3}
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
     num_updates = num_iterations * num_mini_batches
@@ -1023,13 +1016,6 @@ def test_an_update_is_that_of_plain_loops(
     for moment, slow_moment in zip(first_moments(run), first_moments(slow_run)):
         # A few optimizer steps multiply the rounding of the first.
         assert (moment - slow_moment).norm() <= 0.01 * slow_moment.norm()
-
-
-def test_the_only_update_of_a_rollout_needs_one_forward_pass_of_the_policy():
-    run = tiny_run(tiny_model(), beta=0.0, micro_batch_size=2)
-    run.logprobs = mock.Mock(side_effect=grpo.token_logprobs)
-    grpo.update(run, rollout_batch(), learning_rate=1e-3)
-    assert run.logprobs.call_count == 3  # for 6 completions
 
 
 def test_an_update_whose_gradient_is_not_finite_is_skipped():
@@ -1042,11 +1028,11 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped():
     assert grpo.update(run, rollout_batch(), learning_rate=1e-2)["skipped"] == 0
 
 
-def test_an_unused_weight_gets_an_optimizer_state():
+def test_an_unused_weight_gets_an_optimizer_state(monkeypatch):
     """As in an idle vision tower. A checkpoint without it could not be loaded."""
     policy = tiny_model()
     policy.unused = torch.nn.Parameter(torch.ones(3))
-    run = tiny_run(policy)
+    run = built_run(policy, monkeypatch)
     grpo.update(run, rollout_batch(), learning_rate=1e-3)
     assert policy.unused in run.optimizer.state
 
@@ -1068,7 +1054,7 @@ def test_longrope_past_its_original_length_is_right_or_shown_by_the_sampling_gap
     batch, _ = grpo.rollout(run, 2 * [{"prompt_ids": [3, 12, 4]}], 4, temperature=1.0)
     batch.advantages = torch.ones(8, 24)
     gap = grpo.update(run, batch, learning_rate=1e-2)["sampling_gap"]  # 1.4 nats
-    assert gap < 1e-4 or gap > grpo.MAX_SAMPLING_GAP
+    assert gap < 1e-4 or gap > 0.1
 
 
 # ----------------------------------------------------------------------------- the step
@@ -1135,17 +1121,6 @@ def test_a_reward_must_return_a_number_or_none_for_each_completion(returned):
         grpo.score(run, {"completions": ["a"] * 4}, num_generations=2)
 
 
-def test_columns_of_the_data_may_have_any_name():
-    def reward(source, function, values, size, run, **columns):
-        return values
-
-    row = {"source": "web", "function": "f", "values": 3, "size": 2, "run": 3}
-    run = tiny_run()
-    run.reward_functions = {"mine": (reward, 1.0)}
-    metrics, _ = grpo.train_step(run, 2 * [{"prompt_ids": [3], **row}], step=1)
-    assert metrics["reward"] == 3
-
-
 def test_reasoning_steps_are_the_lines_that_are_not_blank():
     tokenizer = grpo.tiny_tokenizer()
     ids = tokenizer.encode("\n1+1\n\n2+2\n \n<eos>")
@@ -1159,8 +1134,10 @@ def test_a_step_trains_on_the_advantages_of_its_rewards_and_reasoning_steps():
         max_completion_length=24, scale_rewards="none", warmup_steps=4, temperature=0.7
     )
     run.step_reward = lambda steps, **columns: [[len(x) for x in xs] for xs in steps]
-    # A column of the data with the name of one of the step reward's is no harm.
-    rows = [{"prompt_ids": ids, "steps": None} for ids in ([3, 12, 4], [5, 12])]
+    # Columns of the data may have any name, also that of one of the step reward's.
+    names = ["steps", "source", "function", "values", "size", "run"]
+    more = dict.fromkeys(names)
+    rows = [{"prompt_ids": ids, **more} for ids in ([3, 12, 4], [5, 12])]
     with mock.patch.object(grpo, "update", wraps=grpo.update) as update:
         metrics, columns = grpo.train_step(run, rows, step=2)
     found = [grpo.reasoning_steps(run.tokenizer, x) for x in columns["completion_ids"]]
@@ -1217,15 +1194,10 @@ def test_the_example_in_the_header_needs_only_the_core(tmp_path, monkeypatch):
     code = textwrap.dedent(code).replace("max_steps=200", tried)
     core, source = types.ModuleType("grpo"), Path(grpo.__file__).read_text()
     exec(source.partition("\n# That is all of GRPO. ")[0], vars(core))
-    policies = []
-    for module in (core, grpo):
-        monkeypatch.setitem(sys.modules, "grpo", module)
-        torch.manual_seed(0)
-        scope = {"name": str(tmp_path), "texts": [f"{a}+{a}=" for a in range(8)]}
-        exec(code, scope)
-        assert scope["metrics"]["kl"] > 1e-5  # the weights have moved
-        policies.append(scope["policy"].state_dict())
-    assert_close(policies[0], policies[1], atol=0, rtol=0)
+    monkeypatch.setitem(sys.modules, "grpo", core)
+    scope = {"name": str(tmp_path), "texts": [f"{a}+{a}=" for a in range(8)]}
+    exec(code, scope)
+    assert scope["metrics"]["kl"] > 1e-5  # the weights have moved
 
 
 # ------------------------------------------------------------------------------ rewards
@@ -1266,7 +1238,7 @@ ANSWERS = [
     # Fractions and mixed numbers.
     (r"\boxed{-\dfrac{3}4}", "-0.75", True, 1),
     (r"\boxed{2\frac{1}{2}}", "2.5", True, 1),
-    (r"\boxed{\dfrac{\pi}2}", r"\frac{\pi}{2}", True, 1),
+    (r"\boxed{\dfrac{\pi}{2}}", r"\frac{\pi}{2}", True, 1),
     ("The answer is 2 1/2.", "2.5", True, 1),
     ("The answer is 2 1/2.", "1/2", True, 0),
     (r"\boxed{1/0}", "0", True, 0),
@@ -1525,19 +1497,15 @@ ASKED = "<|user|>\n1+1=<|assistant|>"
             ASKED + "\n2<|user|>\nAdd 1+1=!<|assistant|>",
         ),
         ([USER], {"chat_template_kwargs": '{"thoughts": "no"}'}, ASKED + "no"),
+        # Base models carry templates that they were not trained on.
+        ([SYSTEM, USER], {"eos": "<eos>"}, "be kind\n1+1="),
+        ([SYSTEM, USER], {"eos": "<|assistant|>"}, "be kind\n1+1="),
     ],
 )
 def test_a_chat_becomes_a_prompt_by_the_chat_template(chat, options, prompt):
     row, _ = encoded(chat, **options)
     assert row["prompts"] == prompt
     assert USER["content"] == "1+1="  # the given row stays as it is
-
-
-@pytest.mark.parametrize("eos", ["<eos>", "<|assistant|>"])
-def test_a_chat_template_that_ends_answers_by_no_eos_is_not_used(eos):
-    """Base models carry templates that they were not trained on."""
-    row, _ = encoded([SYSTEM, USER], eos=eos)
-    assert row["prompts"] == "be kind\n1+1="
 
 
 def test_a_prompt_asks_for_a_box_and_an_open_answer_is_continued():
@@ -1588,17 +1556,12 @@ def test_a_model_is_loaded_in_the_dtype_of_the_run_and_without_dropout(tmp_path,
     assert not model.training
 
 
-def test_the_log_is_json_and_has_null_for_what_is_not_a_number(tmp_path):
-    config = grpo.Config(output_dir=str(tmp_path))
-    grpo.append_row(config, "log.jsonl", {"a": math.nan, "b": [-math.inf, 1.5]})
-    assert (tmp_path / "log.jsonl").read_text() == '{"a": null, "b": [null, 1.5]}\n'
-
-
-def test_a_run_without_a_checkpoint_logs_everything_anew(tmp_path):
-    run = tiny_run(output_dir=str(tmp_path))
-    grpo.append_row(run.config, "metrics.jsonl", {"step": 0})
+def test_the_log_has_null_for_no_number_and_begins_anew_without_a_checkpoint(tmp_path):
+    run, log = tiny_run(output_dir=str(tmp_path)), tmp_path / "metrics.jsonl"
+    grpo.append_row(run.config, log.name, {"a": math.nan, "b": [-math.inf, 1.5]})
+    assert log.read_text() == '{"a": null, "b": [null, 1.5]}\n'
     assert grpo.restore(run) == 0
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not log.exists()
 
 
 def test_help_shows_the_options(capsys):
@@ -1632,19 +1595,17 @@ def test_a_run_is_resumed_with_its_options_and_what_is_typed_is_saved(tmp_path):
 
 
 # ---------------------------------------------------------------- rewards of the README
-@pytest.fixture
-def readme_reward(tmp_path, monkeypatch):
-    """Loads a function of the rewards.py that the README shows."""
+def readme_reward(name):
+    """A function of the rewards.py that the README shows."""
     readme = Path(grpo.__file__).with_name("README.md").read_text()
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", readme)
     (code,) = [block for block in blocks if "def one_language(" in block]
-    (tmp_path / "rewards.py").write_text(code)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    sys.modules.pop("rewards", None)  # that of another test
-    return lambda name: grpo.load_function(f"{tmp_path}/rewards.py:{name}")
+    rewards = {}
+    exec(code, rewards)
+    return rewards[name]
 
 
-def test_one_language_is_the_share_of_letters_in_a_script(readme_reward):
+def test_one_language_is_the_share_of_letters_in_a_script():
     one_language = readme_reward("one_language")
     texts = ["Füge 2 hinzu", "2 + 2", "ab ве"]
     assert one_language(texts, answer=["1"] * 3) == [1.0, None, 0.5]
@@ -1666,7 +1627,7 @@ assert len(socket.if_nameindex()) == 1
 
 @pytest.mark.slow
 @pytest.mark.skipif(bubblewrap.returncode != 0, reason="bubblewrap does not work here")
-def test_the_last_block_of_code_must_pass_the_tests_on_its_own(readme_reward):
+def test_the_last_block_of_code_must_pass_the_tests_on_its_own():
     right = [
         f"```python\nx = 1\n```\n```python\nprint('hi')\n{ADD}```\nDone.",
         f"```python\n{ADD}{ISOLATED}```",
@@ -1811,7 +1772,9 @@ def test_each_seed_step_and_rank_draws_other_numbers(monkeypatch):
 def test_without_steps_a_run_only_evaluates_all_rows_greedily(tmp_path):
     prompts = [f"{i}+{i}=" for i in range(11)]
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": x} for x in prompts])
-    run = new_run(tmp_path / "run", max_steps=0, eval_data=data)
+    run = new_run(tmp_path / "run", max_steps=0, eval_data=data, dtype="bfloat16")
+    assert run.reference is None and run.optimizer is None
+    assert {weight.dtype for weight in run.policy.parameters()} == {torch.bfloat16}
     texts = []
     for prompt in prompts:
         ids = run.tokenizer(prompt, return_tensors="pt").input_ids.to(grpo.DEVICE)
@@ -1824,13 +1787,6 @@ def test_without_steps_a_run_only_evaluates_all_rows_greedily(tmp_path):
     assert saved_steps(tmp_path / "run") == []
 
 
-def test_without_steps_there_are_no_reference_float32_weights_and_optimizer():
-    config = grpo.Config(max_steps=0, dtype="bfloat16")
-    run = grpo.build_run(config, "tiny", reward_functions={})
-    assert run.reference is None and run.optimizer is None
-    assert {weight.dtype for weight in run.policy.parameters()} == {torch.bfloat16}
-
-
 def test_an_evaluation_leaves_out_unjudged_completions():
     run = tiny_run()
     run.reward_functions = {"most": (lambda **columns: [None, 1, 1], 2.0)}
@@ -1841,7 +1797,9 @@ def test_an_evaluation_leaves_out_unjudged_completions():
 def test_a_supervised_step_descends_the_negative_log_likelihood(tmp_path):
     """That of the solution and its EOS, and of all weights in spite of LoRA."""
     rows = 9 * [{"prompt": "1+1=", "solution": "23"}]
-    with mock.patch.object(grpo, "update", wraps=grpo.update) as update:
+    with mock.patch.object(
+        grpo, "optimizer_step", wraps=grpo.optimizer_step
+    ) as optimizer_step:
         new_run(
             tmp_path / "run",
             data=write_rows(tmp_path / "data.jsonl", rows),
@@ -1849,7 +1807,7 @@ def test_a_supervised_step_descends_the_negative_log_likelihood(tmp_path):
             sft_steps=1,
             max_grad_norm=0.0,
         )
-    run = update.call_args_list[0].args[0]
+    run = optimizer_step.call_args_list[0].args[0]
     assert run.reference is None
     ids = torch.tensor([run.tokenizer.encode("1+1=23<eos>")])
     policy = grpo.tiny_model(0)  # as it was before
@@ -1926,7 +1884,7 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
-    """Its reference is the policy without them: the KL term starts at 0."""
+    """Its reference has the same weights, without them: the KL term starts at 0."""
     run = new_run(tmp_path, dtype=dtype, lora_rank=2, sft_steps=2, learning_rate=0.01)
     base = weights_of(tmp_path / "sft")
     checkpoint = tmp_path / "checkpoint-3"
@@ -1939,6 +1897,8 @@ def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
             assert torch.equal(weight, base[name.replace(".base_layer", "")])
         if "lora_B" in name:  # starts at 0, and each step moves it by the rate or less
             assert 0 < weight.abs().median() <= weight.abs().max() < 0.03
+    weights = {id(weight) for weight in run.policy.parameters()}
+    assert {id(weight) for weight in run.reference.parameters()} <= weights
     kls = [row["kl"] for row in logged(tmp_path)]
     assert kls[0] == pytest.approx(0, abs=1e-6) and kls[2] > 1e-5
     assert not (checkpoint / "model.safetensors").exists()
@@ -2027,6 +1987,7 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
         ({"reward": f"{__file__}:typo"}, "no function 'typo' in"),
         ({"reward": "math.py:f"}, "math.py: rename it, another module has this name"),
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
+        ({"output_dir": "locked"}, "lock' could not be acquired"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
         ({"max_completion_length": 40_000}, "--max-completion-length: .* positions"),
         ({"resume": "missing"}, "No such file.*missing/options.json"),
@@ -2042,18 +2003,12 @@ def test_a_mistake_is_reported_in_one_line(tmp_path, monkeypatch, options, messa
     Path("theirs").mkdir()
     Path("theirs", "mine").touch()
     options = {**QUICK, "output_dir": "run", **options}
-    with pytest.raises(SystemExit, match=f"^error: .*{message}") as stop:
+    stops = pytest.raises(SystemExit, match=f"^error: .*{message}")
+    with grpo.filelock.FileLock("locked/lock"), stops as stop:
         grpo.main(arguments(**options))
     assert "\n" not in stop.value.code
     assert os.listdir("theirs") == ["mine"]
-
-
-def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
-    config = grpo.Config(output_dir=str(tmp_path))
-    lock = grpo.filelock.FileLock(tmp_path / "lock")
-    with lock, pytest.raises(OSError, match="lock' could not be acquired"):
-        grpo.claim_output_dir(config, contextlib.ExitStack())
-    assert not (tmp_path / "options.json").exists()
+    assert not Path("locked", "options.json").exists()
 
 
 @pytest.mark.slow
@@ -2142,7 +2097,8 @@ def program_of_each_rank(folder):
         new_run(folder / "whole", **options)
         # Only the second rank gets a signal. Both must stop.
         one_signal = sigterm_at_each_step() if grpo.RANK else contextlib.nullcontext()
-        with one_signal, pytest.raises(SystemExit, match="stopped; go on"):
+        hint = f"^stopped; go on: python grpo.py --resume {folder}/stopped$"
+        with one_signal, pytest.raises(SystemExit, match=hint):
             new_run(folder / "stopped", **options)
         run_program(resume=folder / "stopped")
         new_run(folder / "lora", **options, lora_rank=2, sft_steps=1)
