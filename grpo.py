@@ -43,8 +43,9 @@ To train a model `name` on a list of `texts` with it, in one process:
         return [-len(text) for text in completions]
 
     tokenizer = AutoTokenizer.from_pretrained(name)
+    # AdamW's small steps would be rounded away in bfloat16, and dropout be noise.
     policy = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    policy.to(DEVICE).eval()  # no dropout
+    policy.to(DEVICE).eval()
     run = Run(
         Config(max_completion_length=64, max_steps=200),
         policy,
@@ -253,14 +254,15 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
     groups = rewards.view(-1, num_generations)  # (B, G)
+    # This shift changes no advantage, and makes equal rewards exactly 0. Without it,
+    # the mean of eight 0.1 differs from 0.1 by rounding, and the std is as small.
+    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    # Rounding makes the mean of eight 0.1 differ from 0.1, and the std is as small.
-    differ = (groups != groups[:, :1]).any(1, keepdim=True)  # (B, 1)
-    return advantages.where(differ, 0).view(-1)
+    return advantages.view(-1)
 
 
 def process_advantages(
@@ -328,9 +330,9 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Over tokens sampled from
-    the policy, its mean is KL(policy, reference), but its gradient has the mean of that
-    of KL(reference, policy). That of ratio * k3 is right: of KL(policy, reference).
+    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Averaged over tokens
+    that the policy sampled, it is KL(policy, reference), but its gradient is that of
+    KL(reference, policy). The gradient of ratio * k3 is that of KL(policy, reference).
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -481,7 +483,9 @@ def generate(
         if len(kept) == 0 or i == max_completion_length - 1:
             break
         if len(kept) < len(live):  # finished completions leave the batch
-            live, ids, attention_mask = live[kept], ids[kept], attention_mask[kept]
+            live = live[kept]
+            ids = ids[kept]
+            attention_mask = attention_mask[kept]
             cache.reorder_cache(kept)
         attention_mask = F.pad(attention_mask, (0, 1), value=True)  # the token sampled
         logits = call_model(
@@ -598,6 +602,7 @@ def train_step(run, train_rows, step):
         columns |= score_steps(run, columns)
         step_rewards = [float(x) for xs in columns["step_rewards"] for x in xs]
         metrics["step_reward"] = torch.tensor(step_rewards).mean().item()
+    columns |= {name: x.tolist() for name, x in scores.items()}
 
     # 4. Normalise within each group.
     batch.advantages = token_advantages(run, batch, columns, scores["reward"])
@@ -607,7 +612,6 @@ def train_step(run, train_rows, step):
     start = time.perf_counter()
     metrics |= update(run, batch, scheduled_learning_rate(config, step))
     metrics["update_seconds"] = time.perf_counter() - start
-    columns |= {name: x.tolist() for name, x in scores.items()}
     return mean_over_ranks(metrics), columns
 
 
@@ -616,7 +620,7 @@ def prompt_batch(rows, step, size, seed):
     if size > len(rows):
         raise Error(f"{len(rows)} rows on a rank are too few for a step of {size}")
     epoch, i = divmod(step - 1, len(rows) // size)
-    shuffled = random.Random(f"{seed} {epoch}").sample(rows, len(rows))
+    shuffled = random.Random(seed * 1_000_003 + epoch).sample(rows, len(rows))
     return shuffled[i * size : (i + 1) * size]
 
 
@@ -796,9 +800,9 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # FSDP2 (gradients) and `mean_over_ranks` (metrics) average over ranks. If each rank
-    # divides the sum over its tokens by this number, the average of the ranks is the
-    # mean over the tokens of all.
+    # FSDP2 averages gradients over ranks, and `mean_over_ranks` metrics. If each rank
+    # divides the sum over its tokens by the number of tokens of an average rank, the
+    # average of the ranks is the mean over the tokens of all.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -830,9 +834,9 @@ def optimizer_step(run, batch):
             gap = (old_logp - micro.sampled_logp).abs()
             means["sampling_gap"] = masked_mean(gap, micro.mask)
         metrics["loss"] += loss.item()  # weighted already
-        num_tokens = micro.mask.sum().item()
+        share = micro.mask.sum().item() / tokens_per_rank
         for name, mean in means.items():
-            metrics[name] += mean.item() * num_tokens / tokens_per_rank
+            metrics[name] += mean.item() * share
 
     parameters = [x for part in run.optimizer.param_groups for x in part["params"]]
     grad_norm = clip_grad_norm_(parameters, config.max_grad_norm or math.inf)
@@ -883,7 +887,8 @@ def accuracy_reward(completions, answer, finished=None, **columns):
         if re.fullmatch(r"\(?[a-j]\)?", str(gold)):  # a choice: B or (B)
             gold = gold.strip("()")
             # B. Paris, (B) 12, \textbf{(B)} and \mathbf{B} are B.
-            found = re.sub(r"(?s)^[\\(a-z{]*?\b([A-J])[):.}].*", r"\1", found)
+            choice = re.match(r"[\\(a-z{]*\b([A-J])[):.}]", found)
+            found = choice[1] if choice else found
         scores.append(float(normalise(found) == gold))
     return scores
 
@@ -986,7 +991,7 @@ SPELLINGS = [  # what `normalise` replaces, in this order
     (r"\\[dt]frac", r"\\frac"),
     (r" ?\\frac ?(?:{(-?\d+)}|(\d)) ?(?:{(-?\d+)}|(\d))", r" \1\2/\3\4"),  # 2\frac12
     (r" ?(?:\\times|×|\\cdot) ?10\^{?(-?\d+)}?", r"e\1"),  # 3 \times 10^8 -> 3e8
-    (r"(?<=\d),(?=\d{3}(?!\d))", ""),  # 1,000 -> 1000
+    (r"(?<=\d)\{?,\}?(?=\d{3}(?!\d))", ""),  # 1,000 and 1{,}000 -> 1000
     (r" ?(,|[<>!]=|[()\[\]]) ?", r"\1"),  # ( 1, 2 ) -> (1,2) and x >= 1 -> x>=1
 ]
 
@@ -1227,8 +1232,7 @@ def build_run(config, name, reward_functions, step_reward=None):
         all weights      float32      float32       -
         LoRA             --dtype      float32       --dtype
         --max-steps 0    --dtype      -             --dtype
-    On several ranks, and in bfloat16 even on one, FSDP2 makes copies of the trained
-    weights, with which the model runs. After an optimizer step they are stale."""
+    FSDP2 makes the bfloat16 weights that run (see `shard`), also on a single rank."""
     dtype = getattr(torch, config.dtype)
     trains_all_weights = config.max_steps > 0 and not config.lora_rank
     policy_dtype = torch.float32 if trains_all_weights else dtype
@@ -1247,12 +1251,7 @@ def build_run(config, name, reward_functions, step_reward=None):
         if WORLD_SIZE > 1:
             shard(reference, dtype, keep_gathered=False)
     if config.gradient_checkpointing:
-        # Not by `gradient_checkpointing_enable`, which acts in training mode only, and
-        # that mode has dropout.
-        for layer in decoder_layers(policy):
-            layer.forward = functools.partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
+        checkpoint_layers(policy)
     if config.max_steps and (WORLD_SIZE > 1 or dtype == torch.bfloat16):
         shard(policy, dtype, keep_gathered=True)
     policy.to(DEVICE)
@@ -1293,6 +1292,15 @@ def add_adapters(model, rank):
 def decoder_layers(model):
     """The layers that transformers repeats (and can checkpoint)."""
     return [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+
+
+def checkpoint_layers(model):
+    """Gradient checkpointing. transformers' own acts in training mode only, and that
+    mode has dropout."""
+    for layer in decoder_layers(model):
+        layer.forward = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def shard(model, dtype, keep_gathered):
@@ -1462,6 +1470,7 @@ def graphed_generate(
         )
         return output.logits
 
+    run_token = decode
     for i in range(max_completion_length):
         ids, logp = sample(logits[:, -1], temperature)
         completion_ids[:, i] = ids.where(unfinished, eos[0])
@@ -1472,9 +1481,9 @@ def graphed_generate(
         # In place, because a graph knows its tensors by their addresses.
         last_ids[:, 0] = ids
         attention_mask[:, prompt_length + i] = True
-        if i == 1:  # the first step has loaded the kernels
-            decode = recorded(decode)
-        logits = decode()
+        if i == 1:  # the first call has loaded the kernels
+            run_token = recorded(decode)
+        logits = run_token()
     return completion_ids, completion_logp
 
 
@@ -1850,15 +1859,20 @@ def heed_signals(stack):
     """Lets Ctrl-C and SIGTERM stop a run after its step, and a second one at once.
     Returns the list of signals received, which is empty at first."""
     received = []
-    usual = stack.enter_context(contextlib.ExitStack())  # puts the handlers back
+    usual_handlers = {}
+
+    def put_back():
+        for number, handler in usual_handlers.items():
+            signal.signal(number, handler)
 
     def stop(number, frame):
-        usual.close()
+        put_back()
         received.append(number)
         print0("stopping after this step; again to stop at once")
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        usual.callback(signal.signal, number, signal.signal(number, stop))
+        usual_handlers[number] = signal.signal(number, stop)
+    stack.callback(put_back)
     return received
 
 

@@ -1269,6 +1269,7 @@ ANSWERS = [
     (r"\boxed{5 cm}", "5", True, 0),
     (r"\boxed{5\text{ cm}}", "5 cm", True, 1),
     (r"\boxed{10,\!080}", "10080", True, 1),
+    (r"\boxed{1{,}000}", "1000", True, 1),
     (r"\boxed{50\%}", "50", True, 1),
     ("50%", "0.5", True, 0),
 ]
