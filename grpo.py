@@ -208,21 +208,15 @@ class Config:
             if isinstance(value, (int, float)) and not minimum <= value < math.inf:
                 flag = "--" + name.replace("_", "-")
                 raise Error(f"{flag} must be finite and at least {minimum}")
-        if self.prompts_per_step % WORLD_SIZE:
-            raise Error(f"--prompts-per-step must be divisible by {WORLD_SIZE} ranks")
-        if self.prompts_per_rank % self.num_mini_batches:
+        if self.prompts_per_step % (WORLD_SIZE * self.num_mini_batches):
             raise Error(
-                f"--num-mini-batches must divide {self.prompts_per_rank} prompts"
+                "--prompts-per-step must be divisible by --num-mini-batches times "
+                f"{WORLD_SIZE} ranks"
             )
         if self.resume and not self.max_steps:
             raise Error("--max-steps 0 evaluates a --model, not a run to --resume")
         if self.prompt_template and "{question}" not in self.prompt_template:
             raise Error("--prompt-template must contain {question}")
-
-    @property
-    def prompts_per_rank(self):
-        """B, the prompts of a training step on this rank."""
-        return self.prompts_per_step // WORLD_SIZE
 
 
 # ---------------------------------------------------------------------- GRPO in numbers
@@ -524,7 +518,7 @@ def model_inputs(prompt_ids, prompt_mask, completion_ids, mask):
 
 
 # ----------------------------------------------------------------------------- one step
-# Of several ranks (WORLD_SIZE > 1), each takes an equal number of prompts of its own.
+# Of several ranks (WORLD_SIZE > 1), each takes an equal share of the prompts of a step.
 @dataclass
 class Batch:
     """N completions, each with its prompt: a rollout, a mini-batch or a micro-batch."""
@@ -582,15 +576,15 @@ class Run:
 
 
 def train_step(run, train_rows, step):
-    """Takes one GRPO step on B of the rows, which no other rank has. Returns metrics,
-    means over all ranks, and columns, lists with one element per completion of this
-    rank. A row is a dict with "prompt_ids" and the columns that reward functions take.
-    `step` starts at 1."""
+    """Takes one GRPO step on some of the rows, which are the same on all ranks. Returns
+    metrics, means over all ranks, and columns, lists with one element per completion of
+    this rank. A row is a dict with "prompt_ids" and the columns that reward functions
+    take. `step` starts at 1."""
     config = run.config
     start = time.perf_counter()
 
     # 1. Take B prompts.
-    rows = prompt_batch(train_rows, step, config.prompts_per_rank, config.seed)
+    rows = prompt_batch(train_rows, step, config.prompts_per_step, config.seed)
 
     # 2. Sample G completions of each from the current policy.
     batch, columns = rollout(run, rows, config.num_generations, config.temperature)
@@ -616,12 +610,13 @@ def train_step(run, train_rows, step):
 
 
 def prompt_batch(rows, step, size, seed):
-    """The `size` rows of a step. Epochs are shuffled and drop an incomplete batch."""
+    """This rank's share of the `size` rows of a step. Epochs are shuffled and drop an
+    incomplete batch."""
     if size > len(rows):
-        raise Error(f"{len(rows)} rows on a rank are too few for a step of {size}")
+        raise Error(f"{len(rows)} rows are too few for a step of {size}")
     epoch, i = divmod(step - 1, len(rows) // size)
     shuffled = random.Random(seed * 1_000_003 + epoch).sample(rows, len(rows))
-    return shuffled[i * size : (i + 1) * size]
+    return shuffled[i * size : (i + 1) * size][RANK::WORLD_SIZE]
 
 
 def rollout(run, rows, num_generations, temperature):
@@ -1673,12 +1668,12 @@ def supervised_model(config, rows):
     run.optimizer.param_groups[0]["lr"] = config.sft_learning_rate
     examples = []  # token ids of prompt and solution
     rows = [row for row in rows if row["solution"] is not None]
-    for row in encode_prompts(run, rows)[RANK::WORLD_SIZE]:
+    for row in encode_prompts(run, rows):
         ids = run.tokenizer.encode(str(row["solution"]), add_special_tokens=False)
         if len(ids) < config.max_completion_length:
             examples.append((row["prompt_ids"], ids + run.eos_token_ids[:1]))
     for step in tqdm(range(1, config.sft_steps + 1), "supervised", disable=RANK > 0):
-        chosen = prompt_batch(examples, step, config.prompts_per_rank, config.seed)
+        chosen = prompt_batch(examples, step, config.prompts_per_step, config.seed)
         prompts, solutions = zip(*chosen)
         prompt_ids, prompt_mask = pad(prompts, "left")
         completion_ids, mask = pad(solutions, "right")
@@ -1749,8 +1744,8 @@ TINY = {  # the defaults of `--model tiny`
 
 # ------------------------------------------------------------------------------ the run
 def set_up(config):
-    """Loads data and models. Returns the `Run`, the rows to train on (of this rank) and
-    the rows to evaluate (all of them)."""
+    """Loads data and models. Returns the `Run`, the rows to train on and the rows to
+    evaluate."""
     rows, eval_rows = load_rows(config)
     rewards = load_rewards(config.reward)
     step_reward = load_function(config.step_reward) if config.step_reward else None
@@ -1772,7 +1767,7 @@ def set_up(config):
         raise Error(f"--max-completion-length: the model has {positions} positions")
     first_ids = all_rows[0]["prompt_ids"]
     print0(f"the first prompt: {run.tokenizer.decode(first_ids)!r}")
-    return run, rows[RANK::WORLD_SIZE], eval_rows
+    return run, rows, eval_rows
 
 
 def train(run, rows, eval_rows, report, signals=()):
@@ -1834,7 +1829,8 @@ def log_completions(config, step, columns):
 def evaluate(run, rows, step):
     """Scores greedy completions of all rows, over all ranks. Returns metrics."""
     mine = rows[RANK::WORLD_SIZE] or rows[:1]  # FSDP: every rank has to run the model
-    size = run.config.prompts_per_rank * run.config.num_generations  # as in training
+    # As many at a time as in training:
+    size = run.config.prompts_per_step // WORLD_SIZE * run.config.num_generations
     scores = defaultdict(list)
     for start in range(0, len(mine), size):
         some = mine[start : start + size]

@@ -543,8 +543,8 @@ ratio_levels = pytest.mark.parametrize("level", ["token", "sequence"])
         ({"temperature": 0.0}, "^--temperature must be finite and at least 1e-06"),
         ({"beta": math.nan}, "^--beta must be finite and at least 0"),
         ({"learning_rate": math.inf}, "^--learning-rate must be finite and at least 0"),
-        ({"prompts_per_step": 9}, "--prompts-per-step must be divisible by 2 ranks"),
-        ({"num_mini_batches": 8}, "--num-mini-batches must divide 4 prompts"),
+        ({"prompts_per_step": 9}, "--prompts-per-step must be divisible .* 2 ranks"),
+        ({"num_mini_batches": 8}, "--prompts-per-step must be divisible by"),
         ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
         ({"resume": "run", "max_steps": 0}, "--max-steps 0 evaluates a --model"),
     ],
@@ -756,6 +756,9 @@ def test_sample_reaches_each_of_150_000_improbable_tokens(monkeypatch):
     draw = (cdf[:, [99_998]] + cdf[:, [99_999]]) / 2  # selects token 99,999
     monkeypatch.setattr(torch, "rand_like", lambda total: draw)
     assert grpo.sample(logits)[0] == 99_999
+    logits[0, 0] = -math.inf  # a draw of 0 takes no impossible token
+    draw = 0 * draw
+    assert grpo.sample(logits)[0] == 1
 
 
 # Full attention, learned positions, a window, a window and a cap. Only in gpt2 the
@@ -1035,6 +1038,7 @@ def test_an_unused_weight_gets_an_optimizer_state(monkeypatch):
     run = built_run(policy, monkeypatch)
     grpo.update(run, rollout_batch(), learning_rate=1e-3)
     assert policy.unused in run.optimizer.state
+    assert (policy.unused == 1).all()  # no weight decay
 
 
 def test_longrope_past_its_original_length_is_right_or_shown_by_the_sampling_gap():
@@ -1067,12 +1071,18 @@ def test_learning_rates_warm_up_and_then_stay_or_decay_to_0():
     assert linear == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1])
 
 
-def test_each_epoch_and_seed_shuffles_anew_and_drops_an_incomplete_batch():
+def test_each_epoch_and_seed_shuffles_anew_and_drops_an_incomplete_batch(monkeypatch):
     steps = [grpo.prompt_batch(range(10), step, 3, seed=5) for step in range(1, 7)]
     first, second = sum(steps[:3], []), sum(steps[3:], [])
     assert len(set(first)) == len(set(second)) == 9
     assert first != second and first != sorted(first)
     assert grpo.prompt_batch(range(10), 1, 3, seed=6) != steps[0]
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        shares += grpo.prompt_batch(range(10), 1, 3, seed=5)
+    assert shares == steps[0]
 
 
 def test_a_rollout_has_texts_ids_finished_and_the_columns_of_its_rows():
@@ -1788,7 +1798,10 @@ def test_without_steps_a_run_only_evaluates_all_rows_greedily(tmp_path):
     assert saved_steps(tmp_path / "run") == []
 
 
-def test_an_evaluation_leaves_out_unjudged_completions():
+def test_an_evaluation_leaves_out_unjudged_completions(monkeypatch):
+    """And ranks without a row of their own: here the last of four."""
+    more = {"rewards/most": [1.0]}, {"rewards/most": [1.0]}, {"rewards/most": [9.0]}
+    monkeypatch.setattr(grpo, "all_gather", lambda scores: [scores, *more])
     run = tiny_run()
     run.reward_functions = {"most": (lambda **columns: [None, 1, 1], 2.0)}
     assert grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)["eval/reward"] == 2
@@ -1797,7 +1810,8 @@ def test_an_evaluation_leaves_out_unjudged_completions():
 @pytest.mark.slow
 def test_a_supervised_step_descends_the_negative_log_likelihood(tmp_path):
     """That of the solution and its EOS, and of all weights in spite of LoRA."""
-    rows = 9 * [{"prompt": "1+1=", "solution": "23"}]
+    rows = 4 * [{"prompt": "1+1=", "solution": "23"}]
+    rows += 5 * [{"prompt": "1+1=", "solution": "2345"}]  # too long with its EOS
     with mock.patch.object(
         grpo, "optimizer_step", wraps=grpo.optimizer_step
     ) as optimizer_step:
@@ -1807,9 +1821,11 @@ def test_a_supervised_step_descends_the_negative_log_likelihood(tmp_path):
             lora_rank=2,
             sft_steps=1,
             max_grad_norm=0.0,
+            temperature=2.0,
         )
     run = optimizer_step.call_args_list[0].args[0]
     assert run.reference is None
+    assert run.optimizer.param_groups[0]["lr"] == run.config.sft_learning_rate
     ids = torch.tensor([run.tokenizer.encode("1+1=23<eos>")])
     policy = grpo.tiny_model(0)  # as it was before
     logps = policy(ids).logits[0].log_softmax(1)
@@ -1898,6 +1914,7 @@ def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
             assert torch.equal(weight, base[name.replace(".base_layer", "")])
         if "lora_B" in name:  # starts at 0, and each step moves it by the rate or less
             assert 0 < weight.abs().median() <= weight.abs().max() < 0.03
+    assert run.policy.peft_config["default"].lora_alpha == 4
     weights = {id(weight) for weight in run.policy.parameters()}
     assert {id(weight) for weight in run.reference.parameters()} <= weights
     kls = [row["kl"] for row in logged(tmp_path)]
@@ -2095,7 +2112,7 @@ def program_of_each_rank(folder):
         # Ranks that sample different numbers of tokens must not wait for each other.
         mock.patch.object(grpo, "sample", sample_eos if grpo.RANK else grpo.sample),
     ):
-        new_run(folder / "whole", **options)
+        new_run(folder / ("other" if grpo.RANK else "whole"), **options)
         # Only the second rank gets a signal. Both must stop.
         one_signal = sigterm_at_each_step() if grpo.RANK else contextlib.nullcontext()
         hint = f"^stopped; go on: python grpo.py --resume {folder}/stopped$"
