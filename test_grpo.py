@@ -570,7 +570,10 @@ def test_a_group_may_have_few_reasoning_steps(scale_rewards, size):
     eps = 2 - math.sqrt(2)  # the std of 1 and 3 is sqrt(2)
     found = grpo.process_advantages(step_rewards, step_ends, 3, 3, scale_rewards, eps)
     signs = torch.zeros(9, 3)
-    signs[1, :2], signs[2, :1], signs[6, :3], signs[8, :1] = -1, 1, 1, -1
+    signs[1, :2] = -1
+    signs[2, :1] = 1
+    signs[6, :3] = 1
+    signs[8, :1] = -1
     assert_close(found, size * signs)
 
 
