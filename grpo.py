@@ -984,9 +984,11 @@ SPELLINGS = [  # what `normalise` replaces, in this order
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
     (r"\\[dt]frac", r"\\frac"),
-    (r" ?\\frac ?(?:{(-?\d+)}|(\d)) ?(?:{(-?\d+)}|(\d))", r" \1\2/\3\4"),  # 2\frac12
+    (r"\\frac ?(\d)", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
+    (r"\\frac ?({[^{}]*}) ?(\d)", r"\\frac\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
+    (r" ?\\frac ?{(-?\d+)} ?{(-?\d+)}", r" \1/\2"),  # 2\frac{1}{2} -> 2 1/2
     (r" ?(?:\\times|×|\\cdot) ?10\^{?(-?\d+)}?", r"e\1"),  # 3 \times 10^8 -> 3e8
-    (r"(?<=\d)\{?,\}?(?=\d{3}(?!\d))", ""),  # 1,000 and 1{,}000 -> 1000
+    (r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", ""),  # 1,000 and 1{,}000 -> 1000
     (r" ?(,|[<>!]=|[()\[\]]) ?", r"\1"),  # ( 1, 2 ) -> (1,2) and x >= 1 -> x>=1
 ]
 
@@ -1068,7 +1070,7 @@ def load_rewards(specs):
     rewards = {}
     for spec in specs:
         name, weight = re.fullmatch(
-            r"(.*?)(?:=(-?\d*\.?\d+(?:e-?\d+)?))?", spec
+            r"(.*?)(?:=([-+]?[\d.]+(?:[eE][-+]?\d+)?))?", spec
         ).groups()
         rewards[name] = load_function(name), float(weight or 1)
     return rewards
@@ -1241,14 +1243,15 @@ def build_run(config, name, reward_functions, step_reward=None):
         transformers.set_seed(config.seed)  # adapters start at random
         add_adapters(policy, config.lora_rank)
     elif config.max_steps and config.beta:
-        # Its weights keep `requires_grad`, because `shard` leaves frozen ones whole.
         reference = load_model(name, dtype, config.seed)
-        if WORLD_SIZE > 1:
-            shard(reference, dtype, keep_gathered=False)
+        # `shard` leaves frozen weights whole, so that one rank does not copy them.
+        reference.requires_grad_(WORLD_SIZE > 1)
     if config.gradient_checkpointing:
         checkpoint_layers(policy)
     if config.max_steps and (WORLD_SIZE > 1 or dtype == torch.bfloat16):
         shard(policy, dtype, keep_gathered=True)
+        if reference is not None:  # or float32 inputs of layers would stay so in it
+            shard(reference, dtype, keep_gathered=False)
     policy.to(DEVICE)
     if reference is not None:
         reference.to(DEVICE)
@@ -1628,6 +1631,7 @@ def save(run, folder, state=None):
     if RANK == 0:
         if state:
             for log in LOGS:
+                Path(folder.parent, log).touch()  # in case that it was removed
                 shutil.copy(folder.parent / log, partial / "state")
         partial.rename(folder)
         rotate_checkpoints(folder.parent, run.config.save_total_limit)
@@ -1639,16 +1643,16 @@ def restore(run):
     """Loads the newest checkpoint, if there is one. Returns its step, or 0. The logs
     become those of the checkpoint: what a killed run has logged after it is dropped."""
     folder = get_last_checkpoint(run.config.output_dir)
-    if RANK == 0:
-        for log in LOGS:
-            Path(run.config.output_dir, log).unlink(missing_ok=True)
-            if folder:
-                shutil.copy(Path(folder, "state", log), run.config.output_dir)
+    logs = LOGS if RANK == 0 else ()  # the first rank writes them
     if folder is None:
+        for log in logs:
+            Path(run.config.output_dir, log).unlink(missing_ok=True)
         return 0
     state = training_state(run)
     dcp.load(state, checkpoint_id=Path(folder, "state"))
     dsd.set_state_dict(run.policy, run.optimizer, options=STATE, **state)
+    for log in logs:
+        shutil.copy(Path(folder, "state", log), run.config.output_dir)
     print0(f"resuming from {folder}")
     return int(folder.rpartition("-")[2])
 
