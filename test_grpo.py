@@ -710,9 +710,11 @@ def trl_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_k
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, -logp, None),
     )
-    only_concatenated = ["prompt_ids", "prompt_mask", "completion_ids"]
     columns = {
-        **dict.fromkeys([*only_concatenated, "completion_mask"], mask.long()),
+        "prompt_ids": mask.long(),  # only concatenated
+        "prompt_mask": mask.long(),
+        "completion_ids": mask.long(),
+        "completion_mask": mask.long(),
         "advantages": advantages,
         "old_per_token_logps": old_logp.detach(),
         "ref_per_token_logps": ref_logp.detach(),
@@ -1574,6 +1576,12 @@ def test_the_log_has_null_for_no_number_and_begins_anew_without_a_checkpoint(tmp
     run, log = tiny_run(output_dir=str(tmp_path)), tmp_path / "metrics.jsonl"
     grpo.append_row(run.config, log.name, {"a": math.nan, "b": [-math.inf, 1.5]})
     assert log.read_text() == '{"a": null, "b": [null, 1.5]}\n'
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    with pytest.raises(grpo.dcp.api.CheckpointException):  # it has no state
+        grpo.restore(run)
+    assert log.exists()
+    checkpoint.rmdir()
     assert grpo.restore(run) == 0
     assert not log.exists()
 
