@@ -43,9 +43,9 @@ To train a model `name` on a list of `texts` with it, in one process:
         return [-len(text) for text in completions]
 
     tokenizer = AutoTokenizer.from_pretrained(name)
-    # AdamW's small steps would be rounded away in bfloat16, and dropout be noise.
+    # In bfloat16, small steps of AdamW would be rounded away.
     policy = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    policy.to(DEVICE).eval()
+    policy.to(DEVICE).eval()  # no dropout
     run = Run(
         Config(max_completion_length=64, max_steps=200),
         policy,
@@ -920,7 +920,8 @@ NUMBER = (
     r"(?:\d+ (?=\d+/\d))?"  # the whole part of 2 1/2
     r"\.?\d(?:[\d.,/:]*\d)?(?:[eE][-+]?\d+)?"
 )
-# The number of 72 clips, but of nothing that it only begins: 3^2, 3 + 4, 2, 3 or 2 or 3
+# The number of "72 clips", but none that begins something else: 3^2, "3 + 4", "2 or 3".
+# (?>...) never takes a part of a number.
 NUMBER_ALONE = rf"(?>{NUMBER})(?![\w\\^(){{]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
 ANSWER_IS = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
 
@@ -980,7 +981,7 @@ def gold_answer(answer):
 
 SPELLINGS = [  # what `normalise` replaces, in this order
     (r"[−–]", "-"),  # other minus signs
-    (r"\\[!,;: ()\[\]]|\\left|\\right|\*\*|\\?[$€£%]", ""),
+    (r"\\[!,;: ()\[\]]|\\left|\\right|\*\*|\\?[$€£%]", ""),  # marks of LaTeX, money, %
     (r"\s+", " "),
     (r"\\(?:text|math)[a-z]*{([^{}]*)}", r"\1"),  # \text{blue} -> blue
     (r"\\[dt]frac", r"\\frac"),
@@ -1244,13 +1245,13 @@ def build_run(config, name, reward_functions, step_reward=None):
         add_adapters(policy, config.lora_rank)
     elif config.max_steps and config.beta:
         reference = load_model(name, dtype, config.seed)
-        # `shard` leaves frozen weights whole, so that one rank does not copy them.
+        # On one rank they are frozen, so that `shard` makes no copies.
         reference.requires_grad_(WORLD_SIZE > 1)
     if config.gradient_checkpointing:
         checkpoint_layers(policy)
     if config.max_steps and (WORLD_SIZE > 1 or dtype == torch.bfloat16):
         shard(policy, dtype, keep_gathered=True)
-        if reference is not None:  # or float32 inputs of layers would stay so in it
+        if reference is not None:  # so that FSDP2 casts the inputs of both alike
             shard(reference, dtype, keep_gathered=False)
     policy.to(DEVICE)
     if reference is not None:
@@ -1631,7 +1632,6 @@ def save(run, folder, state=None):
     if RANK == 0:
         if state:
             for log in LOGS:
-                Path(folder.parent, log).touch()  # in case that it was removed
                 shutil.copy(folder.parent / log, partial / "state")
         partial.rename(folder)
         rotate_checkpoints(folder.parent, run.config.save_total_limit)
@@ -1790,7 +1790,7 @@ def train(run, rows, eval_rows, report, signals=()):
         set_seed(config.seed, step)
         metrics, columns = train_step(run, rows, step)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        # Rounding makes 1e-7 nats in float32 and 0.04 in bfloat16, over temperature.
+        # At temperature 1, rounding makes 1e-7 nats in float32, and 0.04 in bfloat16.
         gap = metrics["sampling_gap"] * config.temperature
         if step == 1 and not gap < 0.1:  # or NaN
             raise Error(
