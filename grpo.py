@@ -25,11 +25,11 @@ Departures from the paper:
   1) Equal rewards in a group have an advantage of exactly 0, not what rounding gives.
   2) The reference model stays fixed: the paper's outer iterations, I, are 1.
   3) A mini-batch is a number of whole groups, in the order in which they were sampled.
-  4) Process supervision (rewards of reasoning steps) is added to outcome supervision
-     (rewards of completions). In the paper it replaces that.
+  4) In the paper, process supervision (rewards of reasoning steps) replaces outcome
+     supervision (rewards of completions). Here the two advantages are added.
   5) An update is skipped if its gradient is not finite.
-The KL term (k3) is that of the paper, not multiplied by the ratio. TRL 1.16 and
-DeepSeek-V3.2 multiply it, and so does `use_bias_correction_kl`.
+As in the paper, the KL term is k3 alone. TRL 1.16 and DeepSeek-V3.2 multiply k3 by the
+importance ratio, and so does `use_bias_correction_kl`.
 
 The core, up to the line "That is all of GRPO", uses nothing that is defined below it.
 To train a model `name` on a list of `texts` with it, in one process:
@@ -111,6 +111,10 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 HAS_BFLOAT16 = ON_GPU and torch.cuda.is_bf16_supported(including_emulation=False)
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes (ranks)
 RANK = int(os.environ.get("RANK", 0))  # index of this process
+
+# cuDNN attention, the default on an H100, gives NaN gradients with a mask at some
+# lengths (pytorch issue 196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Error(ValueError):
@@ -248,8 +252,9 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
     groups = rewards.view(-1, num_generations)  # (B, G)
-    # This shift changes no advantage, and makes equal rewards exactly 0. Without it,
-    # the mean of eight 0.1 differs from 0.1 by rounding, and the std is as small.
+    # Subtracting the first reward of each group changes no advantage, and makes equal
+    # rewards exactly 0. Without it, the mean of eight 0.1 differs from 0.1 by rounding.
+    # The std is as tiny, and dividing by it would make a large advantage of that.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -272,17 +277,17 @@ def process_advantages(
     """
     advantages = torch.zeros(len(step_rewards), length)
     for start in range(0, len(step_rewards), num_generations):
-        group = [  # (row, index of the last token, reward) of each reasoning step
-            (row, end, float(reward))
-            for row in range(start, start + num_generations)
-            for end, reward in zip(step_ends[row], step_rewards[row], strict=True)
-        ]
-        if len(group) < 2:  # a single reasoning step equals its mean
+        rewards, places = [], []  # of all reasoning steps of the G completions
+        for row in range(start, start + num_generations):
+            for reward, end in zip(step_rewards[row], step_ends[row], strict=True):
+                rewards.append(float(reward))
+                places.append((row, end))
+        if len(rewards) < 2:  # a single reasoning step equals its mean
             continue
-        rewards = torch.tensor([reward for _, _, reward in group])
-        # All reasoning steps of the G completions are one group.
-        normalised = group_advantages(rewards, len(group), scale_rewards, eps)
-        for (row, end, _), advantage in zip(group, normalised):
+        normalised = group_advantages(  # as one group
+            torch.tensor(rewards), len(rewards), scale_rewards, eps
+        )
+        for (row, end), advantage in zip(places, normalised):
             advantages[row, : end + 1] += advantage
     return advantages
 
@@ -463,9 +468,9 @@ def generate(
     # completion_ids keeps all N rows. Logits, attention mask and cache keep only those
     # of unfinished completions: their row j belongs to completion live[j].
     live = torch.arange(num_completions, device=eos.device)
-    prompt_of = live // num_generations
-    logits, attention_mask = logits[prompt_of], prompt_mask[prompt_of]
-    cache.reorder_cache(prompt_of)  # selects rows; named after its use in beam search
+    prompt_of = live // num_generations  # for G = 3: 0 0 0 1 1 1 ...
+    logits, attention_mask = logits[prompt_of], prompt_mask[prompt_of]  # B rows -> N
+    cache.reorder_cache(prompt_of)  # the same (the name is from its use in beam search)
 
     # In step i the cache holds the P tokens of the prompt and tokens 0 to i - 1 of the
     # completion. Token i is sampled, and then run to get the logits of token i + 1.
@@ -518,7 +523,6 @@ def model_inputs(prompt_ids, prompt_mask, completion_ids, mask):
 
 
 # ----------------------------------------------------------------------------- one step
-# Of several ranks (WORLD_SIZE > 1), each takes an equal share of the prompts of a step.
 @dataclass
 class Batch:
     """N completions, each with its prompt: a rollout, a mini-batch or a micro-batch."""
@@ -576,10 +580,10 @@ class Run:
 
 
 def train_step(run, train_rows, step):
-    """Takes one GRPO step on some of the rows, which are the same on all ranks. Returns
-    metrics, means over all ranks, and columns, lists with one element per completion of
-    this rank. A row is a dict with "prompt_ids" and the columns that reward functions
-    take. `step` starts at 1."""
+    """Takes one GRPO step on some of the rows. All ranks are given the same rows, and
+    share the prompts of the step equally. Returns metrics, means over all ranks, and
+    columns, lists with one element per completion of this rank. A row is a dict with
+    "prompt_ids" and the columns that reward functions take. `step` starts at 1."""
     config = run.config
     start = time.perf_counter()
 
@@ -676,7 +680,7 @@ def score(run, columns, num_generations):
         try:
             rewards = [math.nan if x is None else float(x) for x in returned]
         except (TypeError, ValueError):
-            rewards = []
+            rewards = []  # other things than numbers
         if len(rewards) != size or any(map(math.isinf, rewards)):
             raise Error(f"reward {name} returned {returned!r:.200}, not {size} numbers")
         rewards = torch.tensor(rewards, dtype=torch.float64)
@@ -795,9 +799,9 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # FSDP2 averages gradients over ranks, and `mean_over_ranks` metrics. If each rank
-    # divides the sum over its tokens by the number of tokens of an average rank, the
-    # average of the ranks is the mean over the tokens of all.
+    # FSDP2 averages gradients over R ranks, and `mean_over_ranks` metrics. If each rank
+    # divides the sum over its tokens by T/R, where T is the number of tokens on all
+    # ranks, the average over ranks is the sum over all tokens divided by T.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -806,9 +810,8 @@ def optimizer_step(run, batch):
     for indices in batch.micro_batch_indices(config.micro_batch_size):
         micro = batch.select(indices)
         logp = run.logprobs(run.policy, *micro.inputs, config.temperature)
-        old_logp = micro.old_logp
-        if old_logp is None:  # the policy is still the one that sampled
-            old_logp = logp.detach()
+        # None: the policy is still the one that sampled.
+        old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
         loss, means = grpo_loss(
             logp,
             old_logp,
@@ -945,6 +948,7 @@ def extract_answer(text, finished=True):
     _, mark, rest = text.rpartition("####")
     rest = re.sub(ANSWER_IS, "", rest).strip(" *\n")
     number = re.match(NUMBER_ALONE, rest)
+    # At the end of a text that was cut off, 12 may be the beginning of 123.
     if mark and number and (finished or number.end() < len(rest)):
         return number[0]
     if not finished:
@@ -1005,16 +1009,13 @@ def normalise(text):
     if not re.search(r"[,;]|\bor\b|\band\b", text):  # not of x = 1 or x = 2
         text = re.split("(?<![<>!])=", text)[-1]
     text = " ".join(text.split()).rstrip(".").lower().replace("- ", "-")
-    number = r"\+?(-?)(?:(\d+) (?=\d+/))?([\d.]+(?:/\d+)?(?:e[-+]?\d{1,3})?)"  # -2 1/2
+    number = r"([-+]?)(?:(\d+) (?=\d+/))?([\d./]+(?:e[-+]?\d{1,3})?)"  # -2 1/2
     match = re.fullmatch(number, text)
-    if match is None:
-        return text
-    sign, whole, rest = match.groups()
-    try:
-        value = Fraction(rest) + int(whole or 0)
-    except (ValueError, ZeroDivisionError):  # such as 1.2.3 or 1/0
-        return text
-    return -value if sign else value
+    if match:
+        sign, whole, rest = match.groups(default="0")
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # 1.2.3 and 1/0
+            return int(sign + whole) + Fraction(sign + rest)
+    return text
 
 
 def reward_model(name):
@@ -1201,12 +1202,10 @@ def uses_chat_template(run):
 
 # ------------------------------------------------------------------------------- models
 def load_model(name, dtype, seed):
-    """A causal language model on the CPU."""
+    """A causal language model on the CPU, in eval mode: without dropout."""
     if name == "tiny":
-        model = tiny_model(seed, dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model.eval()  # no dropout: sampling, old, new and reference agree
+        return tiny_model(seed, dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
 
 
 def load_tokenizer(name, model):
@@ -1215,9 +1214,9 @@ def load_tokenizer(name, model):
         tiny_tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(name)
     )
     of_model = model.generation_config.eos_token_id  # an id, a list or None
-    of_model = of_model if isinstance(of_model, list) else [of_model]
-    distinct = dict.fromkeys([tokenizer.eos_token_id, *of_model])
-    eos_token_ids = [token for token in distinct if token is not None]
+    ids = [tokenizer.eos_token_id]
+    ids += of_model if isinstance(of_model, list) else [of_model]
+    eos_token_ids = [x for x in dict.fromkeys(ids) if x is not None]
     if not eos_token_ids:
         raise Error(f"--model {name}: neither model nor tokenizer has an EOS token")
     return tokenizer, eos_token_ids
@@ -1225,18 +1224,14 @@ def load_tokenizer(name, model):
 
 def build_run(config, name, reward_functions, step_reward=None):
     """The `Run` of a config. name: the model that policy and reference start from, as a
-    Hub name or a folder. AdamW always updates float32 weights:
-                         loaded in    trained in    frozen in
-        all weights      float32      float32       -
-        LoRA             --dtype      float32       --dtype
-        --max-steps 0    --dtype      -             --dtype
-    FSDP2 makes the bfloat16 weights that run (see `shard`), also on a single rank."""
+    Hub name or a folder. Trained weights are float32, which AdamW needs, and all others
+    are in --dtype. FSDP2 makes the bfloat16 weights that run, also on a single rank."""
     dtype = getattr(torch, config.dtype)
     trains_all_weights = config.max_steps > 0 and not config.lora_rank
     policy_dtype = torch.float32 if trains_all_weights else dtype
     policy = load_model(name, policy_dtype, config.seed)
     tokenizer, eos_token_ids = load_tokenizer(name, policy)
-    logprobs = choose_logprobs(policy)
+    logprobs = choose_logprobs(policy)  # by a trial, on the plain model
     reference, optimizer = None, None
     if config.max_steps and config.lora_rank:
         # Other modules with the same weights, before the policy gets its adapters.
@@ -1244,23 +1239,18 @@ def build_run(config, name, reward_functions, step_reward=None):
         transformers.set_seed(config.seed)  # adapters start at random
         add_adapters(policy, config.lora_rank)
     elif config.max_steps and config.beta:
-        reference = load_model(name, dtype, config.seed)
-        # On one rank they are frozen, so that `shard` makes no copies.
-        reference.requires_grad_(WORLD_SIZE > 1)
+        reference = load_model(name, dtype, config.seed).requires_grad_(False)
     if config.gradient_checkpointing:
         checkpoint_layers(policy)
-    if config.max_steps and (WORLD_SIZE > 1 or dtype == torch.bfloat16):
-        shard(policy, dtype, keep_gathered=True)
-        if reference is not None:  # so that FSDP2 casts the inputs of both alike
-            shard(reference, dtype, keep_gathered=False)
-    policy.to(DEVICE)
-    if reference is not None:
-        reference.to(DEVICE)
+    models = [policy] if reference is None else [policy, reference]
+    for model in models:
+        if config.max_steps and (WORLD_SIZE > 1 or dtype == torch.bfloat16):
+            shard(model, dtype)
+        model.to(DEVICE)
     if config.max_steps:
         trained = [weight for weight in policy.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
-        optimizer.register_step_pre_hook(lambda *_: fill_gradients(trained))
-        optimizer.register_step_post_hook(lambda *_: drop_gathered(policy))
+        optimizer.register_step_pre_hook(fill_gradients)
     return Run(
         config=config,
         policy=policy,
@@ -1270,7 +1260,7 @@ def build_run(config, name, reward_functions, step_reward=None):
         reward_functions=reward_functions,
         reference=reference,
         step_reward=step_reward,
-        generate=choose_generate(policy),
+        generate=choose_generate(policy),  # by a trial, on the finished model
         logprobs=logprobs,
     )
 
@@ -1302,44 +1292,28 @@ def checkpoint_layers(model):
         )
 
 
-def shard(model, dtype, keep_gathered):
+def shard(model, dtype):
     """FSDP2. A trained weight has two forms: float32 shards, one on each rank, which
-    AdamW updates, and the whole weight in `dtype`, gathered from them, with which the
-    model runs. Frozen weights (the base of LoRA) stay whole on every rank.
-        policy     keep_gathered=True: the first forward pass of a step gathers it, and
-                   it stays so until the optimizer has changed the shards
-                   (`drop_gathered`). Ranks sample different numbers of tokens, and
-                   could not gather together for each token.
-        reference  keep_gathered=False: layer by layer, which saves memory.
-    """
-    shard_module = functools.partial(
-        fsdp.fully_shard,
-        mp_policy=fsdp.MixedPrecisionPolicy(dtype, torch.float32),
-        ignored_params={x for x in model.parameters() if not x.requires_grad},
-    )
-    for layer in decoder_layers(model):
-        shard_module(layer, reshard_after_forward=not keep_gathered)
-    # The outermost module has the output layer. It stays gathered after the forward
-    # pass, because `sliced_logprobs` uses it then.
-    shard_module(model, reshard_after_forward=False)
-    if keep_gathered:
-        model.set_reshard_after_backward(False)
+    AdamW updates, and the whole weight in `dtype`, with which the model runs. The first
+    forward pass gathers it, and it stays until a backward pass: ranks sample different
+    numbers of tokens, and could not gather together for each token. Frozen weights (the
+    base of LoRA, the reference) stay whole on every rank. The reference is wrapped
+    because FSDP2 casts the inputs of layers, which must be alike in both models."""
+    for module in [*decoder_layers(model), model]:
+        fsdp.fully_shard(
+            module,
+            mp_policy=fsdp.MixedPrecisionPolicy(dtype, torch.float32),
+            ignored_params={x for x in model.parameters() if not x.requires_grad},
+            reshard_after_forward=False,
+        )
 
 
-def fill_gradients(weights):
+def fill_gradients(optimizer, args, kwargs):
     """Sets missing gradients to 0. AdamW makes no state for a weight without one (which
     the model does not use), and loading a checkpoint expects it."""
-    for x in weights:
-        if x.grad is None:
-            x.grad = torch.zeros_like(x)
-
-
-def drop_gathered(model):
-    """Drops the copies of the weights that an optimizer step has made stale. The next
-    forward pass gathers new ones."""
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    for weight in optimizer.param_groups[0]["params"]:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
 
 
 def sliced_logprobs(
@@ -1350,12 +1324,11 @@ def sliced_logprobs(
     vocabulary are in memory at a time."""
     mask = mask.bool()
     ids, attention_mask = model_inputs(prompt_ids, prompt_mask, completion_ids, mask)
-    no_positions = ids.new_empty(0)  # the number 0 would make all logits
     output = call_model(
         model,
         ids,
         attention_mask,
-        logits_to_keep=no_positions,
+        logits_to_keep=ids.new_empty(0),  # no positions; the number 0 means all
         output_hidden_states=True,
     )
     hidden = output.hidden_states[-1][:, -mask.shape[1] :][mask]  # (M, H)
@@ -1388,8 +1361,7 @@ class SlicedLogSoftmax(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, targets, log_z = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        needs_weight = ctx.needs_input_grad[1]  # not if it is frozen (LoRA)
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(weight), ctx.slice_size):
             vocab_slice = weight[start : start + ctx.slice_size]  # (v, H)
             logits = (hidden @ vocab_slice.t()).float().div_(ctx.temperature)
@@ -1401,7 +1373,7 @@ class SlicedLogSoftmax(torch.autograd.Function):
             grad_logits = one_hot.sub_(softmax).mul_(grad[:, None] / ctx.temperature)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden += grad_logits @ vocab_slice
-            if needs_weight:
+            if grad_weight is not None:  # the weight is not frozen (LoRA)
                 grad_weight[start : start + ctx.slice_size] = grad_logits.t() @ hidden
         return grad_hidden.to(hidden.dtype), grad_weight, None, None
 
@@ -1459,15 +1431,14 @@ def graphed_generate(
 
     def decode():
         # Not by `call_model`, whose mask ends at the last token. This has C places.
-        output = model(
+        return model(
             last_ids,
             attention_mask=attention_mask.long(),
             position_ids=attention_mask.sum(1, keepdim=True) - 1,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-        )
-        return output.logits
+        ).logits
 
     run_token = decode
     for i in range(max_completion_length):
@@ -1527,9 +1498,6 @@ def join_ranks(config, stack):
     if ON_GPU:
         backend = "cpu:gloo,cuda:nccl"  # NCCL for tensors, gloo for objects
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        # cuDNN attention, the default on an H100, gives NaN gradients with a mask at
-        # some lengths (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
     if WORLD_SIZE > 1:
         # Ranks wait for the slowest reward function. The default is ten minutes.
         dist.init_process_group(backend, timeout=timedelta(hours=2))
@@ -1558,8 +1526,7 @@ def claim_output_dir(config, stack):
     folder = Path(config.output_dir)
     if RANK == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in folder.iterdir()}
-        if not config.resume and names - {"lock", "options.json"}:
+        if not config.resume and set(os.listdir(folder)) - {"lock", "options.json"}:
             raise Error(f"{folder} is not empty: --resume it or choose another folder")
         stack.enter_context(filelock.FileLock(folder / "lock", timeout=0))
         partial = folder / "options.partial"  # so that options.json is always whole
@@ -1610,9 +1577,7 @@ def save(run, folder, state=None):
     state for resuming. The folder appears whole or not at all."""
     partial = folder.with_name("partial")
     policy = run.policy
-    options = dsd.StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
-    )
+    options = replace(STATE, full_state_dict=True, cpu_offload=True)
     weights = dsd.get_model_state_dict(policy, options=options)  # on the first rank
     if RANK == 0:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
@@ -1762,8 +1727,10 @@ def set_up(config):
         f"{len(rows)} prompts to train on and {len(eval_rows)} to evaluate fit into "
         "--max-prompt-length"
     )
-    if not all_rows or (config.max_steps and len(rows) < config.prompts_per_step):
+    if config.max_steps and len(rows) < config.prompts_per_step:
         raise Error(f"--prompts-per-step: there are only {len(rows)} prompts")
+    if not config.max_steps and not eval_rows:
+        raise Error("--eval-data: there are no prompts to evaluate")
     longest = max(len(row["prompt_ids"]) for row in all_rows)
     text_config = run.policy.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
@@ -1779,14 +1746,14 @@ def train(run, rows, eval_rows, report, signals=()):
     it after a step, with a checkpoint. report: see `tracker`."""
     config = run.config
     last_step = restore(run)
-    evaluates = bool(eval_rows) and (config.eval_every > 0 or config.max_steps == 0)
-    if last_step == 0 and evaluates:
+    if last_step == 0 and eval_rows and (config.eval_every or not config.max_steps):
         metrics = evaluate(run, eval_rows, step=0)
         append_row(config, "metrics.jsonl", {"step": 0, **metrics})
         report(metrics, step=0)
     no_bar = RANK > 0 or config.max_steps == 0
-    bar = tqdm(initial=last_step, total=config.max_steps, disable=no_bar)
-    for step in range(last_step + 1, config.max_steps + 1):
+    steps = range(last_step + 1, config.max_steps + 1)
+    bar = tqdm(steps, initial=last_step, total=config.max_steps, disable=no_bar)
+    for step in bar:
         set_seed(config.seed, step)
         metrics, columns = train_step(run, rows, step)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
@@ -1803,13 +1770,12 @@ def train(run, rows, eval_rows, report, signals=()):
         stopped = any(all_gather(len(signals) > 0)) and not is_last
         eval_is_due = config.eval_every and (step % config.eval_every == 0 or is_last)
         save_is_due = config.save_every and step % config.save_every == 0
-        if evaluates and eval_is_due and not stopped:  # to stop soon
+        if eval_rows and eval_is_due and not stopped:  # to stop soon
             metrics |= evaluate(run, eval_rows, step)
         if step == 1 or eval_is_due:
             log_completions(config, step, columns)
         append_row(config, "metrics.jsonl", {"step": step, **metrics})
         report(metrics, step=step)
-        bar.update()
         bar.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
         if stopped or is_last or save_is_due:
             folder = Path(config.output_dir, f"checkpoint-{step}")
@@ -1817,17 +1783,15 @@ def train(run, rows, eval_rows, report, signals=()):
         if stopped:
             bar.close()
             sys.exit(f"stopped; go on: python grpo.py --resume {config.output_dir}")
-    bar.close()
 
 
 def log_completions(config, step, columns):
-    """Adds the completions of the first rank to completions.jsonl and prints one."""
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
-    for row in rows:
-        append_row(config, "completions.jsonl", {**row, "step": step})
-    last = rows[-1]
-    text = f"{last['prompts']!r} -> {last['completions']!r}"
-    print0(f"step {step}: reward {last['reward']:.2f} for {text}")
+    """Adds the completions of the first rank to completions.jsonl, prints the last."""
+    for values in zip(*columns.values()):
+        row = {**dict(zip(columns, values)), "step": step}
+        append_row(config, "completions.jsonl", row)
+    text = f"{row['prompts']!r} -> {row['completions']!r}"
+    print0(f"step {step}: reward {row['reward']:.2f} for {text}")
 
 
 def evaluate(run, rows, step):
@@ -1845,8 +1809,7 @@ def evaluate(run, rows, step):
     ranks = all_gather(scores)[: len(rows)]
     means = {"eval/reward": 0.0}
     for name, (_, weight) in run.reward_functions.items():
-        # Without the completions that this function does not judge. (In the "reward" of
-        # `score`, alone in their group, they would count as 0.)
+        # Without unjudged completions. (In the "reward" of `score` they count as 0.)
         values = torch.tensor([x for rank in ranks for x in rank[f"rewards/{name}"]])
         mean = values.nanmean().nan_to_num().item()
         means[f"eval/rewards/{name}"] = mean
@@ -1859,20 +1822,16 @@ def heed_signals(stack):
     """Lets Ctrl-C and SIGTERM stop a run after its step, and a second one at once.
     Returns the list of signals received, which is empty at first."""
     received = []
-    usual_handlers = {}
-
-    def put_back():
-        for number, handler in usual_handlers.items():
-            signal.signal(number, handler)
+    put_back = stack.enter_context(contextlib.ExitStack())  # the usual handlers
 
     def stop(number, frame):
-        put_back()
+        put_back.close()
         received.append(number)
         print0("stopping after this step; again to stop at once")
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        usual_handlers[number] = signal.signal(number, stop)
-    stack.callback(put_back)
+        usual = signal.signal(number, stop)
+        put_back.callback(signal.signal, number, usual)
     return received
 
 

@@ -543,8 +543,7 @@ ratio_levels = pytest.mark.parametrize("level", ["token", "sequence"])
         ({"temperature": 0.0}, "^--temperature must be finite and at least 1e-06"),
         ({"beta": math.nan}, "^--beta must be finite and at least 0"),
         ({"learning_rate": math.inf}, "^--learning-rate must be finite and at least 0"),
-        ({"prompts_per_step": 9}, "--prompts-per-step must be divisible .* 2 ranks"),
-        ({"num_mini_batches": 8}, "--prompts-per-step must be divisible by"),
+        ({"num_mini_batches": 8}, "--prompts-per-step must be divisible .* 2 ranks"),
         ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
         ({"resume": "run", "max_steps": 0}, "--max-steps 0 evaluates a --model"),
     ],
@@ -562,19 +561,13 @@ def test_rewards_that_do_not_form_groups_are_an_error(size, num_generations):
         grpo.group_advantages(torch.zeros(size), num_generations)
 
 
-@pytest.mark.parametrize("scale_rewards, size", [("group", 0.5), ("none", 1.0)])
+@pytest.mark.parametrize("scale_rewards, size", [("group", 0.7071), ("none", 1.0)])
 def test_a_group_may_have_few_reasoning_steps(scale_rewards, size):
-    """Two in the first and third, of mean 2. The one in the second equals its mean."""
-    step_rewards = [[], [1.0], [3.0], [9.0], [], [], [3.0], [], [1.0]]
-    step_ends = [[], [1], [0], [2], [], [], [2], [], [0]]
-    eps = 2 - math.sqrt(2)  # the std of 1 and 3 is sqrt(2)
-    found = grpo.process_advantages(step_rewards, step_ends, 3, 3, scale_rewards, eps)
-    signs = torch.zeros(9, 3)
-    signs[1, :2] = -1
-    signs[2, :1] = 1
-    signs[6, :3] = 1
-    signs[8, :1] = -1
-    assert_close(found, size * signs)
+    """One in the first group, which equals its mean, and 1 and 3 in the second."""
+    step_rewards, step_ends = [[], [9.0], [1.0], [3.0]], [[], [1], [0], [1]]
+    found = grpo.process_advantages(step_rewards, step_ends, 2, 2, scale_rewards)
+    expected = [0, 0, 0, 0, -size, 0, size, size]
+    assert found.flatten().tolist() == pytest.approx(expected, abs=5e-5)  # 4 decimals
 
 
 @pytest.mark.parametrize("second", [[2.0], [2.0, math.nan]], ids=["one", "nan"])
@@ -642,10 +635,12 @@ def slow_loss(inputs, loss_type, level, beta, epsilon_high, use_bias_correction_
 def test_loss_gradient_and_metrics_are_those_of_plain_loops(
     loss_type, level, epsilon_high, use_bias_correction_kl
 ):
-    """No gradient flows through old_logp and ref_logp."""
+    """What is masked is ignored. No gradient flows through old_logp and ref_logp."""
     inputs = random_logprobs()
+    mask = inputs[-1]
+    with_junk = [x.masked_fill(~mask, math.nan) for x in inputs[:-1]]
     options = (loss_type, level, 0.1, epsilon_high, use_bias_correction_kl)
-    loss, metrics = core_loss(inputs, *options)
+    loss, metrics = core_loss([*with_junk, mask], *options)
     expected_loss, expected_metrics = slow_loss(inputs, *options)
     [grad] = torch.autograd.grad(loss, inputs[0])
     [expected_grad] = torch.autograd.grad(expected_loss, inputs[0])
@@ -655,19 +650,6 @@ def test_loss_gradient_and_metrics_are_those_of_plain_loops(
     assert 0 < expected_metrics["clip_fraction"] < 1
     found = {name: value.item() for name, value in metrics.items()}
     assert found == pytest.approx(expected_metrics, rel=1e-6)
-
-
-@ratio_levels
-@pytest.mark.parametrize("junk", [math.inf, math.nan, 1e30])
-def test_masked_positions_do_not_reach_loss_gradient_or_metrics(level, junk):
-    *inputs, mask = random_logprobs()
-    results = []
-    for fill in (0.0, junk):
-        filled = [x.detach().masked_fill(~mask, fill) for x in inputs]
-        logp = filled[0].requires_grad_()
-        loss, metrics = grpo.grpo_loss(*filled, mask, importance_sampling_level=level)
-        results.append((loss, *torch.autograd.grad(loss, logp), metrics))
-    assert_close(results[1], results[0])
 
 
 def test_the_formulas_need_only_torch_when_pasted_into_another_file():
@@ -840,10 +822,9 @@ def test_a_gpu_repeats_a_recorded_step_if_the_model_allows_it(kind, monkeypatch)
 def test_prompts_padded_on_the_right_are_refused():
     prompt_ids, prompt_mask, *completions = ragged_batch()
     prompts = prompt_ids.flip(1), prompt_mask.flip(1)
-    with pytest.raises(ValueError, match="padded on the left"):
-        grpo.generate(tiny_model(), *prompts, 1, 1, 1)
-    with pytest.raises(ValueError, match="padded on the left"):
-        grpo.graphed_generate(tiny_model(), *prompts, 1, 1, 1)
+    for generate in (grpo.generate, grpo.graphed_generate):
+        with pytest.raises(ValueError, match="padded on the left"):
+            generate(tiny_model(), *prompts, 1, 1, 1)
     with pytest.raises(ValueError, match="padded on the left"):
         grpo.token_logprobs(tiny_model(), *prompts, *completions)
 
@@ -908,19 +889,14 @@ def rollout_batch(advantages=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0)):
     return grpo.Batch(*batch, advantages=advantages)
 
 
-def built_run(policy, monkeypatch, **options):
-    """The `Run` that `build_run` makes of a policy, without a reference."""
-    monkeypatch.setattr(grpo, "load_model", lambda *_: policy)
-    config = grpo.Config(beta=0.0, dtype="float32", **options)
-    return grpo.build_run(config, "tiny", reward_functions={})
-
-
-def test_gradient_checkpointing_saves_memory_and_changes_nothing_else(monkeypatch):
+def test_gradient_checkpointing_saves_memory_and_changes_nothing_else():
     """No dropout either, which OPT has in its own `forward`."""
     results, saved_bytes = [], []
     for is_on in (False, True):
         policy = tiny_model("opt", dropout=0.1)
-        run = built_run(policy, monkeypatch, gradient_checkpointing=is_on)
+        config = grpo.Config(beta=0.0, dtype="float32", gradient_checkpointing=is_on)
+        with mock.patch.object(grpo, "load_model", return_value=policy):
+            run = grpo.build_run(config, "tiny", reward_functions={})
         torch.manual_seed(0)
         completions = grpo.generate(policy, *PROMPTS, 3, 6, 1)
         # What autograd saves, but for the inputs of checkpointed layers.
@@ -1036,11 +1012,13 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped():
     assert grpo.update(run, rollout_batch(), learning_rate=1e-2)["skipped"] == 0
 
 
-def test_an_unused_weight_gets_an_optimizer_state(monkeypatch):
+def test_an_unused_weight_gets_an_optimizer_state():
     """As in an idle vision tower. A checkpoint without it could not be loaded."""
     policy = tiny_model()
     policy.unused = torch.nn.Parameter(torch.ones(3))
-    run = built_run(policy, monkeypatch)
+    config = grpo.Config(beta=0.0, dtype="float32")
+    with mock.patch.object(grpo, "load_model", return_value=policy):
+        run = grpo.build_run(config, "tiny", reward_functions={})
     grpo.update(run, rollout_batch(), learning_rate=1e-3)
     assert policy.unused in run.optimizer.state
     assert (policy.unused == 1).all()  # no weight decay
@@ -1051,10 +1029,8 @@ def test_longrope_past_its_original_length_is_right_or_shown_by_the_sampling_gap
     that were rotated as in a short one."""
     rope = {
         "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [8.0] * 4,
-        "original_max_position_embeddings": 16,
+        "short_factor": 4 * [1.0],
+        "long_factor": 4 * [8.0],
     }
     policy = tiny_model(
         "phi3", rope_parameters=rope, original_max_position_embeddings=16
@@ -1149,55 +1125,51 @@ def test_a_step_trains_on_the_advantages_of_its_rewards_and_reasoning_steps():
         max_completion_length=24, scale_rewards="none", warmup_steps=4, temperature=0.7
     )
     run.step_reward = lambda steps, **columns: [[len(x) for x in xs] for xs in steps]
-    # Columns of the data may have any name, also that of one of the step reward's.
-    names = ["steps", "source", "function", "values", "size", "run"]
-    more = dict.fromkeys(names)
+    # Columns of the data may have any name, also that of a parameter or a variable.
+    more = dict.fromkeys(["steps", "source", "function", "values", "size", "run"])
     rows = [{"prompt_ids": ids, **more} for ids in ([3, 12, 4], [5, 12])]
     with mock.patch.object(grpo, "update", wraps=grpo.update) as update:
         metrics, columns = grpo.train_step(run, rows, step=2)
     found = [grpo.reasoning_steps(run.tokenizer, x) for x in columns["completion_ids"]]
-    ends = [row_ends for _, row_ends in found]
     assert columns["steps"] == [texts for texts, _ in found]
-    process = grpo.process_advantages(columns["step_rewards"], ends, 4, 24, "none")
+    step_rewards, step_ends = columns["step_rewards"], [ends for _, ends in found]
+    process = grpo.process_advantages(step_rewards, step_ends, 4, 24, "none")
     outcome = grpo.group_advantages(torch.tensor(columns["reward"]), 4, "none")
     assert_close(update.call_args.args[1].advantages, outcome[:, None] + process)
-    lengths = [len(text) for texts in columns["steps"] for text in texts]
-    assert len(lengths) > 8  # some completions have several reasoning steps
-    assert metrics["step_reward"] == pytest.approx(statistics.fmean(lengths))
+    mean = statistics.fmean(sum(step_rewards, []))
+    assert metrics["step_reward"] == pytest.approx(mean)
     assert metrics["learning_rate"] == pytest.approx(0.5 * run.config.learning_rate)
     assert metrics["sampling_gap"] < 1e-5  # so both are at temperature 0.7
 
 
 def test_metrics_of_a_step_are_means_over_the_ranks_that_have_them(monkeypatch):
+    ranks = [{"reward": 1.0}, {"reward": 3.0}, {"reward": math.nan}]
+
     def three_ranks(value):
-        if not isinstance(value, dict):
-            return [value]
-        more = {name: x + 2 for name, x in value.items()}
-        return [value, more, dict.fromkeys(value, math.nan)]
+        return ranks if isinstance(value, dict) else [value]
 
     monkeypatch.setattr(grpo, "all_gather", three_ranks)
     metrics, _ = grpo.train_step(tiny_run(), [{"prompt_ids": [3]}] * 2, step=1)
-    assert metrics["skipped"] == 1  # the mean of 0 and 2
+    assert metrics["reward"] == 2
 
 
 def test_metrics_of_a_rollout_are_means():
-    run = tiny_run(num_generations=3)
-    rewards = [3.0, 0.0, 0.0, 0.1 + 0.2, 0.3, None]
-    run.reward_functions = {"mine": (lambda **columns: rewards, 1.0)}
-    ids = [[0, 0, 0], [4, 0, 0], [4, 4, 4], [4, 0, 0], [0, 0, 0], [4, 4, 0]]
-    ids = torch.tensor(ids)
-    rows = [{"prompt_ids": [3]}, {"prompt_ids": [4]}]
-    run.generate = mock.Mock(return_value=(ids, ids.float()))
-    metrics, _ = grpo.train_step(run, rows, step=1)
+    rewards = [3.0, 0.0, 0.0, 0.1 + 0.2, 0.3, 0.3]
+    scores = {
+        "reward": torch.tensor(rewards, dtype=torch.float64),
+        "rewards/mine": torch.tensor([*rewards[:5], math.nan]),  # one is not judged
+    }
+    columns = {"finished": [True, True, False, True, True, True]}
+    metrics = grpo.rollout_metrics(rollout_batch(), columns, scores, num_generations=3)
     expected = {
         "reward": 3.9 / 6,
         "rewards/mine": 3.6 / 5,
-        "reward_std": math.sqrt(3) / 2,
+        "reward_std": math.sqrt(3) / 2,  # of 3, 0, 0; the other group has 0
         "zero_std_fraction": 1 / 2,
-        "completion_length": 2.0,
+        "completion_length": (6 + 5 + 4 + 3 + 2 + 1) / 6,
         "truncated_fraction": 1 / 6,
     }
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert metrics == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -1462,7 +1434,6 @@ def test_rows_keep_their_columns_and_have_those_of_all_rows(tmp_path):
         (b'{"prompt": "caf\xe9", "answer": "1"}', "UnicodeDecodeError"),
         (b'{"answer": "1"}', "problem"),
         (b'{"prompt": "a", "answer": "$"}', "`answer` or `solution`"),
-        (b'{"prompt": "a", "solution": "so \\\\boxed{1"}', "`answer` or `solution`"),
         (b'{"prompt": [{"role": "user", "content": null}], "answer": "1"}', "texts"),
         (b'{"prompt": [{"role": "system", "content": "a"}], "answer": "1"}', "user"),
     ],
@@ -1561,15 +1532,6 @@ def test_a_model_without_an_eos_token_is_an_error(tmp_path):
     name = save_model(tmp_path, model, tokenizer)
     with pytest.raises(grpo.Error, match=f"^--model {name}: .* has an EOS token$"):
         grpo.load_tokenizer(name, model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_is_loaded_in_the_dtype_of_the_run_and_without_dropout(tmp_path, dtype):
-    """transformers 5 would take the dtype of the folder."""
-    name = save_model(tmp_path, tiny_model().half())
-    model = grpo.load_model(name, dtype, seed=0)
-    assert {x.dtype for x in model.parameters()} == {dtype}
-    assert not model.training
 
 
 def test_the_log_has_null_for_no_number_and_begins_anew_without_a_checkpoint(tmp_path):
@@ -1682,8 +1644,7 @@ def arguments(**options):
     """Command-line arguments: max_steps=3 becomes --max-steps 3."""
     words = []
     for name, value in options.items():
-        values = value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+        words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
 
@@ -1734,17 +1695,6 @@ def trained_weights(run):
     return found
 
 
-def sigterm_at_each_step():
-    """Each training step begins with a SIGTERM."""
-    real_step = grpo.train_step
-
-    def interrupted_step(*args):
-        signal.raise_signal(signal.SIGTERM)
-        return real_step(*args)
-
-    return mock.patch.object(grpo, "train_step", interrupted_step)
-
-
 @pytest.mark.slow
 def test_the_built_in_task_learns(tmp_path):
     """From 0.41 to 0.60 in 20 steps, with a standard error of 0.02 each."""
@@ -1760,24 +1710,14 @@ def test_the_built_in_task_learns(tmp_path):
 
 @pytest.mark.slow
 def test_the_logs_have_evaluations_and_completions_of_every_second_step(tmp_path):
-    """The data may have a column `step`, too."""
-    rows = [{"prompt": f"{i}+1=", "answer": i + 1, "step": "a"} for i in range(40)]
-    new_run(
-        tmp_path / "run",
-        data=write_rows(tmp_path / "data.jsonl", rows),
-        reward=[HASHED, "accuracy"],
-        max_completion_length=1,
-        eval_every=2,
-    )
-    metrics = logged(tmp_path / "run")
+    new_run(tmp_path, eval_every=2)
+    metrics = logged(tmp_path)
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
     assert ["eval/reward" in row for row in metrics] == [True, False, True, True]
-    samples = logged(tmp_path / "run", "completions.jsonl")
+    samples = logged(tmp_path, "completions.jsonl")
     assert [x["step"] for x in samples] == [1] * 16 + [2] * 16 + [3] * 16
     for sample in samples:
-        text, answer = sample["completions"], sample["answer"]
-        reward = hash_reward([text])[0] + (text == str(answer))
-        assert sample["reward"] == pytest.approx(reward)
+        assert [sample["reward"]] == hash_reward([sample["completions"]])
 
 
 def test_each_seed_step_and_rank_draws_other_numbers(monkeypatch):
@@ -1792,15 +1732,12 @@ def test_each_seed_step_and_rank_draws_other_numbers(monkeypatch):
 
 @pytest.mark.slow
 def test_without_steps_a_run_only_evaluates_all_rows_greedily(tmp_path):
-    prompts = [f"{i}+{i}=" for i in range(11)]
+    prompts = [f"{i}+{i}=" for i in range(10)]  # of four tokens each
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": x} for x in prompts])
     run = new_run(tmp_path / "run", max_steps=0, eval_data=data)
-    texts = []
-    for prompt in prompts:
-        ids = run.tokenizer(prompt, return_tensors="pt").input_ids.to(grpo.DEVICE)
-        completion = run.policy.generate(ids, do_sample=False, max_new_tokens=4)
-        completion = completion[0, ids.shape[1] :]
-        texts.append(run.tokenizer.decode(completion, skip_special_tokens=True))
+    inputs = run.tokenizer(prompts, return_tensors="pt").to(grpo.DEVICE)
+    ids = run.policy.generate(**inputs, do_sample=False, max_new_tokens=4)
+    texts = run.tokenizer.batch_decode(ids[:, 4:], skip_special_tokens=True)
     (row,) = logged(tmp_path / "run")
     expected = statistics.mean(hash_reward(texts))
     assert row["eval/reward"] == pytest.approx(expected) and expected > 0
@@ -1828,9 +1765,8 @@ def test_a_supervised_step_descends_the_negative_log_likelihood(tmp_path):
     """That of the solution and its EOS, and of all weights in spite of LoRA."""
     rows = 4 * [{"prompt": "1+1=", "solution": "23"}]
     rows += 5 * [{"prompt": "1+1=", "solution": "2345"}]  # too long with its EOS
-    with mock.patch.object(
-        grpo, "optimizer_step", wraps=grpo.optimizer_step
-    ) as optimizer_step:
+    steps = mock.patch.object(grpo, "optimizer_step", wraps=grpo.optimizer_step)
+    with steps as optimizer_step:
         new_run(
             tmp_path / "run",
             data=write_rows(tmp_path / "data.jsonl", rows),
@@ -1889,9 +1825,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     with open(folder / "metrics.jsonl", "a") as log:
         log.write('{"step": 1, "cut off')
     (folder / "partial" / "stale.safetensors").touch()
-    (folder / "mine.jsonl").write_text('{"of": "the user"}')
     run_program(resume=folder)
-    assert (folder / "mine.jsonl").read_text() == '{"of": "the user"}'
     run_program(**options, output_dir=tmp_path / "whole")
     assert outcome_of(folder) == outcome_of(tmp_path / "whole")
 
@@ -1912,17 +1846,6 @@ def test_a_checkpoint_is_a_model_of_transformers(tmp_path, dtype):
     size = (checkpoint / "model.safetensors").stat().st_size
     num_weights = model.num_parameters()  # of a tied weight, once
     assert size < num_weights * getattr(torch, dtype).itemsize + 4000  # the header
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_the_reference_starts_as_the_policy_in_bfloat16(tmp_path, lora_rank):
-    """Layers of OLMo 2 get float32 inputs. FSDP2 casts them, in both or in none."""
-    tiny_model("olmo2", vocab_size=len(grpo.TOKENS)).save_pretrained(tmp_path / "model")
-    grpo.tiny_tokenizer().save_pretrained(tmp_path / "model")
-    options = {"model": tmp_path / "model", "dtype": "bfloat16", "lora_rank": lora_rank}
-    new_run(tmp_path / "run", **options, max_completion_length=20, max_steps=1)
-    assert logged(tmp_path / "run")[0]["kl"] == 0
 
 
 @pytest.mark.slow
@@ -1952,18 +1875,25 @@ def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
 @pytest.mark.slow
 def test_small_updates_of_a_bfloat16_run_are_kept_in_float32(tmp_path):
     """At a learning rate of 1e-6 the bfloat16 weights barely move."""
+    model = tiny_model("olmo2", vocab_size=len(grpo.TOKENS)).bfloat16()
+    folder = save_model(tmp_path / "model", model)
     run = new_run(
-        tmp_path, dtype="bfloat16", sft_steps=2, learning_rate=1e-6, warmup_steps=0
+        tmp_path / "run",
+        model=folder,
+        dtype="bfloat16",
+        learning_rate=1e-6,
+        warmup_steps=0,
     )
-    before, after = weights_of(tmp_path / "sft"), weights_of(tmp_path / "checkpoint-3")
+    before, after = weights_of(folder), weights_of(tmp_path / "run" / "checkpoint-3")
     for name, weight in trained_weights(run).items():
         moves = (weight - before[name]).abs()
         if "proj.weight" in name:  # three updates of about 1e-6
             assert 3e-7 < moves.median() < moves.max() < 4e-6
             assert (after[name] == before[name]).float().mean() > 0.95
-    rows = logged(tmp_path)
+    rows = logged(tmp_path / "run")
     assert all(0 < row["sampling_gap"] < 0.05 for row in rows)
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    # Layers of OLMo 2 get float32 inputs. FSDP2 casts them, in policy and reference.
+    assert rows[0]["kl"] == 0
 
 
 @pytest.mark.slow
@@ -1977,30 +1907,19 @@ def test_a_run_stops_if_sampling_and_training_differ(tmp_path, gap, temperature)
 
 
 # --------------------------------------------------------- signals, trackers and errors
-def test_the_first_signal_restores_the_usual_handlers():
-    usual = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_restores_the_usual_handlers(number):
+    usual = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
     with contextlib.ExitStack() as stack:
         received = grpo.heed_signals(stack)
-        signal.raise_signal(signal.SIGINT)
-        assert received == [signal.SIGINT]
-        assert signal.getsignal(signal.SIGINT) is usual
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with contextlib.ExitStack() as stack:
+        assert signal.getsignal(number) not in usual
+        signal.raise_signal(number)
+        assert received == [number]
+        assert signal.getsignal(signal.SIGINT) is usual[0]
+        assert signal.getsignal(signal.SIGTERM) is usual[1]
+    with contextlib.ExitStack() as stack:  # a run that gets no signal
         grpo.heed_signals(stack)
-    assert signal.getsignal(signal.SIGINT) is usual
-
-
-@pytest.mark.slow
-def test_a_signal_stops_a_run_that_the_same_process_resumes(tmp_path):
-    with sigterm_at_each_step(), pytest.raises(SystemExit) as stop:
-        new_run(tmp_path / "stopped", eval_every=2)
-    # A text as the code of a SystemExit is printed, and the exit status is 1.
-    hint = f"python grpo.py --resume {tmp_path}/stopped"
-    assert stop.value.code == f"stopped; go on: {hint}"
-    assert saved_steps(tmp_path / "stopped") == [1]
-    run_program(resume=tmp_path / "stopped")
-    new_run(tmp_path / "whole", eval_every=2)
-    assert outcome_of(tmp_path / "stopped") == outcome_of(tmp_path / "whole")
+    assert signal.getsignal(signal.SIGINT) is usual[0]
 
 
 @pytest.mark.slow
@@ -2008,20 +1927,17 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     wandb = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_RUN_ID", "")  # restored after the test
-    for name in ("a", "b"):
-        folder = tmp_path / name / "run"
-        new_run(folder, report_to="wandb", max_steps=1, eval_every=1)
-    run = run_program(resume=tmp_path / "a" / "run", max_steps=2)
-    names = [call.kwargs["name"] for call in wandb.init.call_args_list]
-    assert names[0] == names[2] != names[1]
-    assert os.environ["WANDB_RUN_ID"] == names[2]
+    new_run(tmp_path / "run", report_to="wandb", max_steps=1, eval_every=1)
+    run = run_program(resume=tmp_path / "run", max_steps=2)
+    first, second = [call.kwargs["name"] for call in wandb.init.call_args_list]
+    assert first == second == os.environ["WANDB_RUN_ID"] == f"run-{run.config.run_id}"
     calls = wandb.log.call_args_list
-    assert [call.kwargs["step"] for call in calls] == [0, 1, 0, 1, 2]
+    assert [call.kwargs["step"] for call in calls] == [0, 1, 2]
     assert "eval/reward" in calls[0].args[0] and "loss" in calls[1].args[0]
     monkeypatch.setattr(grpo, "RANK", 1)
     with contextlib.ExitStack() as stack:
         grpo.tracker(run.config, stack)({"loss": 1.0}, step=3)
-    assert wandb.init.call_count == wandb.finish.call_count == 3
+    assert wandb.init.call_count == wandb.finish.call_count == 2
 
 
 @pytest.mark.slow
@@ -2141,9 +2057,11 @@ def program_of_each_rank(folder):
     ):
         new_run(folder / ("other" if grpo.RANK else "whole"), **options)
         # Only the second rank gets a signal. Both must stop.
-        one_signal = sigterm_at_each_step() if grpo.RANK else contextlib.nullcontext()
+        received = [signal.SIGTERM] if grpo.RANK else []
+        signals = mock.patch.object(grpo, "heed_signals", return_value=received)
+        # A text as the code of a SystemExit is printed, and the exit status is 1.
         hint = f"^stopped; go on: python grpo.py --resume {folder}/stopped$"
-        with one_signal, pytest.raises(SystemExit, match=hint):
+        with signals, pytest.raises(SystemExit, match=hint):
             new_run(folder / "stopped", **options)
         run_program(resume=folder / "stopped")
         new_run(folder / "lora", **options, lora_rank=2, sft_steps=1)
