@@ -1430,15 +1430,9 @@ def graphed_generate(
     last_ids = completion_ids[:, :1].clone()  # (N, 1)
 
     def decode():
-        # Not by `call_model`, whose mask ends at the last token. This has C places.
-        return model(
-            last_ids,
-            attention_mask=attention_mask.long(),
-            position_ids=attention_mask.sum(1, keepdim=True) - 1,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
+        # False for the tokens still to come does not change the position of the last.
+        output = call_model(model, last_ids, attention_mask, cache, logits_to_keep=1)
+        return output.logits
 
     run_token = decode
     for i in range(max_completion_length):

@@ -1950,6 +1950,7 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"output_dir": "locked"}, "lock' could not be acquired"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
+        ({"max_steps": 0, "max_prompt_length": 1}, "--eval-data: there are no prompts"),
         ({"max_completion_length": 40_000}, "--max-completion-length: .* positions"),
         ({"resume": "missing"}, "No such file.*missing/options.json"),
         ({"report_to": "wandb"}, "wandb.*: pip install wandb$"),
