@@ -252,9 +252,9 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
     groups = rewards.view(-1, num_generations)  # (B, G)
-    # Subtracting the first reward of each group changes no advantage, and makes equal
-    # rewards exactly 0. Without it, the mean of eight 0.1 differs from 0.1 by rounding.
-    # The std is as tiny, and dividing by it would make a large advantage of that.
+    # Equal rewards must give exactly 0. But the mean of eight 0.1 is off by rounding,
+    # and so is the std: the quotient would be near 1. Differences from the first reward
+    # are exactly 0, and have the same advantages as the rewards.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -329,9 +329,10 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Averaged over tokens
-    that the policy sampled, it is KL(policy, reference), but its gradient is that of
-    KL(reference, policy). The gradient of ratio * k3 is that of KL(policy, reference).
+    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Its expectation over
+    tokens of the policy is KL(policy, reference). Sampling is not differentiated, so
+    the expectation of its gradient is the gradient of KL(reference, policy) instead.
+    With ratio * k3 it is the gradient of KL(policy, reference).
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -383,7 +384,7 @@ def grpo_loss(
     arXiv:2512.02556), which is unbiased only with token-level ratios."""
     mask = mask.bool()
     weights = token_weights(mask) if weights is None else weights
-    # Masked log-probs may be infinite or NaN, and 0 * NaN is NaN: set them to 0.
+    # Weights of 0 are not enough: masked log-probs may be NaN, and 0 * NaN is NaN.
     logp = logp.where(mask, 0)
     # None stands for logp itself: exp(logp - logp.detach()) is 1, with logp's gradient.
     old_logp = (logp if old_logp is None else old_logp.where(mask, 0)).detach()
@@ -466,11 +467,12 @@ def generate(
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
     # completion_ids keeps all N rows. Logits, attention mask and cache keep only those
-    # of unfinished completions: their row j belongs to completion live[j].
+    # of unfinished completions: their row j belongs to completion live[j]. At first,
+    # all are unfinished.
     live = torch.arange(num_completions, device=eos.device)
     prompt_of = live // num_generations  # for G = 3: 0 0 0 1 1 1 ...
     logits, attention_mask = logits[prompt_of], prompt_mask[prompt_of]  # B rows -> N
-    cache.reorder_cache(prompt_of)  # the same (the name is from its use in beam search)
+    cache.reorder_cache(prompt_of)  # cache[prompt_of]: repeats rows here, drops below
 
     # In step i the cache holds the P tokens of the prompt and tokens 0 to i - 1 of the
     # completion. Token i is sampled, and then run to get the logits of token i + 1.
@@ -493,6 +495,18 @@ def generate(
     return completion_ids, completion_logp
 
 
+def model_inputs(prompt_ids, prompt_mask, completion_ids, mask):
+    """Ids and attention mask of prompts and completions. The output at each token
+    predicts the next one, so the last token is not run. For a prompt p0 p1 p2:
+        at         p2   c0   c1
+        predicts   c0   c1   c2
+    """
+    if not prompt_mask[:, -1].all():
+        raise ValueError("prompts must be padded on the left")
+    ids = torch.cat([prompt_ids, completion_ids], 1)[:, :-1]
+    return ids, torch.cat([prompt_mask, mask], 1)[:, :-1]
+
+
 def token_logprobs(
     model, prompt_ids, prompt_mask, completion_ids, mask, temperature=1.0
 ):
@@ -508,18 +522,6 @@ def token_logprobs(
     logps = (logits.float() / temperature).log_softmax(2)  # (N, C, V)
     logp = logps.gather(2, completion_ids[:, :, None])[:, :, 0]  # (N, C)
     return logp.where(mask.bool(), 0)
-
-
-def model_inputs(prompt_ids, prompt_mask, completion_ids, mask):
-    """Ids and attention mask of prompts and completions. The output at each token
-    predicts the next one, so the last token is not run. For a prompt p0 p1 p2:
-        at         p2   c0   c1
-        predicts   c0   c1   c2
-    """
-    if not prompt_mask[:, -1].all():
-        raise ValueError("prompts must be padded on the left")
-    ids = torch.cat([prompt_ids, completion_ids], 1)[:, :-1]
-    return ids, torch.cat([prompt_mask, mask], 1)[:, :-1]
 
 
 # ----------------------------------------------------------------------------- one step
@@ -771,7 +773,8 @@ def update(run, batch, learning_rate):
     if config.beta:
         batch.ref_logp = fixed_logprobs(run, run.reference, batch)
     num_updates = config.num_iterations * config.num_mini_batches
-    if num_updates > 1:  # in the only update, the policy is still the one that sampled
+    if num_updates > 1:
+        # Not `sampled_logp`, which differs by rounding: ratios would not start at 1.
         batch.old_logp = fixed_logprobs(run, run.policy, batch)
     # Equal parts of whole groups: `num_mini_batches` divides the number of prompts.
     mini_batches = torch.arange(len(batch.mask)).chunk(config.num_mini_batches)
@@ -799,9 +802,9 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # FSDP2 averages gradients over R ranks, and `mean_over_ranks` metrics. If each rank
-    # divides the sum over its tokens by T/R, where T is the number of tokens on all
-    # ranks, the average over ranks is the sum over all tokens divided by T.
+    # A mean over tokens is a sum over all R ranks divided by T, the number of tokens on
+    # all. But FSDP2 averages gradients over ranks, and `mean_over_ranks` metrics. So
+    # each rank divides its own sum by T/R.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -810,7 +813,7 @@ def optimizer_step(run, batch):
     for indices in batch.micro_batch_indices(config.micro_batch_size):
         micro = batch.select(indices)
         logp = run.logprobs(run.policy, *micro.inputs, config.temperature)
-        # None: the policy is still the one that sampled.
+        # None: the policy is still the one that sampled. (The gap needs a tensor.)
         old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
         loss, means = grpo_loss(
             logp,
@@ -884,8 +887,8 @@ def accuracy_reward(completions, answer, finished=None, **columns):
         gold = normalise(gold_answer(answer[i]))
         if re.fullmatch(r"\(?[a-j]\)?", str(gold)):  # a choice: B or (B)
             gold = gold.strip("()")
-            # B. Paris, (B) 12, \textbf{(B)} and \mathbf{B} are B.
-            choice = re.match(r"[\\(a-z{]*\b([A-J])[):.}]", found)
+            # B. Paris, (b) 12, \textbf{(B)} and \mathbf{B} are B.
+            choice = re.match(r"(?i)[\\(a-z{]*\b([a-j])[):.}]", found)
             found = choice[1] if choice else found
         scores.append(float(normalise(found) == gold))
     return scores
@@ -923,9 +926,13 @@ NUMBER = (
     r"(?:\d+ (?=\d+/\d))?"  # the whole part of 2 1/2
     r"\.?\d(?:[\d.,/:]*\d)?(?:[eE][-+]?\d+)?"
 )
-# The number of "72 clips", but none that begins something else: 3^2, "3 + 4", "2 or 3".
-# (?>...) never takes a part of a number.
-NUMBER_ALONE = rf"(?>{NUMBER})(?![\w\\^(){{]| ?[-+*/=×\\^]|[,;] ?\d| or\b| and\b)"
+# The number of "72 clips", but none that begins something else.
+NUMBER_ALONE = (
+    rf"(?>{NUMBER})"  # (?>...) never takes a part of a number
+    r"(?![\w\\^(){]"  # 3x and 3^2
+    r"| ?[-+*/=×\\^]"  # 3 + 4
+    r"|[,;] ?\d| or\b| and\b)"  # "2, 3" and "2 or 3"
+)
 ANSWER_IS = r"(?i)^\W*(?:the )?(?:final )?answer(?: is)?\b:?[\s*]*"
 
 
@@ -953,7 +960,7 @@ def extract_answer(text, finished=True):
         return number[0]
     if not finished:
         return ""
-    if mark and "\n" not in rest:  # else #### began a heading
+    if mark and rest and "\n" not in rest:  # else #### began a heading
         return rest
     numbers = re.findall(NUMBER, text)
     return numbers[-1] if numbers else ""
@@ -1012,7 +1019,7 @@ def normalise(text):
     number = r"([-+]?)(?:(\d+) (?=\d+/))?([\d./]+(?:e[-+]?\d{1,3})?)"  # -2 1/2
     match = re.fullmatch(number, text)
     if match:
-        sign, whole, rest = match.groups(default="0")
+        sign, whole, rest = match.groups(default="0")  # without a sign, it is ""
         with contextlib.suppress(ValueError, ZeroDivisionError):  # 1.2.3 and 1/0
             return int(sign + whole) + Fraction(sign + rest)
     return text
@@ -1224,8 +1231,12 @@ def load_tokenizer(name, model):
 
 def build_run(config, name, reward_functions, step_reward=None):
     """The `Run` of a config. name: the model that policy and reference start from, as a
-    Hub name or a folder. Trained weights are float32, which AdamW needs, and all others
-    are in --dtype. FSDP2 makes the bfloat16 weights that run, also on a single rank."""
+    Hub name or a folder. Their weights:
+                         policy                        reference
+        all weights      float32                       --dtype (--beta 0: none)
+        LoRA             --dtype, adapters float32     those of the policy, no adapters
+        --max-steps 0    --dtype                       none
+    AdamW needs float32. `shard` makes the weights in --dtype that run."""
     dtype = getattr(torch, config.dtype)
     trains_all_weights = config.max_steps > 0 and not config.lora_rank
     policy_dtype = torch.float32 if trains_all_weights else dtype
@@ -1234,7 +1245,8 @@ def build_run(config, name, reward_functions, step_reward=None):
     logprobs = choose_logprobs(policy)  # by a trial, on the plain model
     reference, optimizer = None, None
     if config.max_steps and config.lora_rank:
-        # Other modules with the same weights, before the policy gets its adapters.
+        # Other modules with the same weights (deepcopy takes what is in its memo as
+        # copied), before the policy gets its adapters.
         reference = copy.deepcopy(policy, {id(x): x for x in policy.parameters()})
         transformers.set_seed(config.seed)  # adapters start at random
         add_adapters(policy, config.lora_rank)
@@ -1294,16 +1306,19 @@ def checkpoint_layers(model):
 
 def shard(model, dtype):
     """FSDP2. A trained weight has two forms: float32 shards, one on each rank, which
-    AdamW updates, and the whole weight in `dtype`, with which the model runs. The first
-    forward pass gathers it, and it stays until a backward pass: ranks sample different
-    numbers of tokens, and could not gather together for each token. Frozen weights (the
-    base of LoRA, the reference) stay whole on every rank. The reference is wrapped
-    because FSDP2 casts the inputs of layers, which must be alike in both models."""
+    AdamW updates, and the whole weight in `dtype`, gathered from them, with which the
+    model runs. The reference is wrapped as well, although all its weights are frozen:
+    FSDP2 casts the inputs of layers, which must be alike in both models."""
     for module in [*decoder_layers(model), model]:
         fsdp.fully_shard(
             module,
+            # Gradients are reduced in float32.
             mp_policy=fsdp.MixedPrecisionPolicy(dtype, torch.float32),
+            # Frozen weights (the base of LoRA, the reference) are whole on every rank.
             ignored_params={x for x in model.parameters() if not x.requires_grad},
+            # Weights stay gathered from a forward to a backward pass. Ranks sample
+            # different numbers of tokens, and could not gather together for each.
+            # `sliced_logprobs` also needs it.
             reshard_after_forward=False,
         )
 
@@ -1766,7 +1781,7 @@ def train(run, rows, eval_rows, report, signals=()):
         save_is_due = config.save_every and step % config.save_every == 0
         if eval_rows and eval_is_due and not stopped:  # to stop soon
             metrics |= evaluate(run, eval_rows, step)
-        if step == 1 or eval_is_due:
+        if step == 1 or eval_is_due:  # at step 1 always: `save` copies the file
             log_completions(config, step, columns)
         append_row(config, "metrics.jsonl", {"step": step, **metrics})
         report(metrics, step=step)

@@ -1220,6 +1220,8 @@ ANSWERS = [
     (r"\boxed{B) 12}", "B", True, 1),
     (r"\boxed{ \textbf{(J)} x = 5}", "J", True, 1),
     (r"\boxed{\mathbf{B}}", "(B)", True, 1),
+    (r"\boxed{(b)}", "(b)", True, 1),
+    ("So 8 ####", "8", True, 1),
     (r"\boxed{Because}", "B", True, 0),
     (r"\boxed{A or B}", "B", True, 0),
     # Fractions and mixed numbers.
