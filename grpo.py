@@ -1760,9 +1760,8 @@ def train(run, rows, eval_rows, report, signals=()):
         append_row(config, "metrics.jsonl", {"step": 0, **metrics})
         report(metrics, step=0)
     no_bar = RANK > 0 or config.max_steps == 0
-    steps = range(last_step + 1, config.max_steps + 1)
-    bar = tqdm(steps, initial=last_step, total=config.max_steps, disable=no_bar)
-    for step in bar:
+    bar = tqdm(initial=last_step, total=config.max_steps, disable=no_bar)
+    for step in range(last_step + 1, config.max_steps + 1):
         set_seed(config.seed, step)
         metrics, columns = train_step(run, rows, step)
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
@@ -1785,6 +1784,7 @@ def train(run, rows, eval_rows, report, signals=()):
             log_completions(config, step, columns)
         append_row(config, "metrics.jsonl", {"step": step, **metrics})
         report(metrics, step=step)
+        bar.update()
         bar.set_postfix(reward=metrics["reward"], kl=metrics["kl"])
         if stopped or is_last or save_is_due:
             folder = Path(config.output_dir, f"checkpoint-{step}")
@@ -1792,6 +1792,7 @@ def train(run, rows, eval_rows, report, signals=()):
         if stopped:
             bar.close()
             sys.exit(f"stopped; go on: python grpo.py --resume {config.output_dir}")
+    bar.close()
 
 
 def log_completions(config, step, columns):
