@@ -682,7 +682,7 @@ def score(run, columns, num_generations):
         try:
             rewards = [math.nan if x is None else float(x) for x in returned]
         except (TypeError, ValueError):
-            rewards = []  # other things than numbers
+            rewards = []  # not numbers
         if len(rewards) != size or any(map(math.isinf, rewards)):
             raise Error(f"reward {name} returned {returned!r:.200}, not {size} numbers")
         rewards = torch.tensor(rewards, dtype=torch.float64)
@@ -1798,7 +1798,7 @@ def train(run, rows, eval_rows, report, signals=()):
 def log_completions(config, step, columns):
     """Adds the completions of the first rank to completions.jsonl, prints the last."""
     for values in zip(*columns.values()):
-        row = {**dict(zip(columns, values)), "step": step}
+        row = dict(zip(columns, values)) | {"step": step}
         append_row(config, "completions.jsonl", row)
     text = f"{row['prompts']!r} -> {row['completions']!r}"
     print0(f"step {step}: reward {row['reward']:.2f} for {text}")
