@@ -32,7 +32,7 @@ As in the paper, the KL term is k3 alone. TRL 1.16 and DeepSeek-V3.2 multiply k3
 importance ratio, and so does `use_bias_correction_kl`.
 
 The core, up to the line "That is all of GRPO", uses nothing that is defined below it.
-To train a model `name` on a list of `texts` with it, in one process:
+In a program of yours, with a model `name` and a list of `texts`, in one process:
 
     import copy
     import torch
@@ -123,7 +123,7 @@ class Error(ValueError):
 
 # ------------------------------------------------------------------------------ options
 def option(default, help):
-    """A field of `Config` with its help text for the command line."""
+    """A field of `Config` with its help text, as `HfArgumentParser` reads it."""
     return field(default=default, metadata={"help": help})
 
 
@@ -217,10 +217,6 @@ class Config:
                 "--prompts-per-step must be divisible by --num-mini-batches times "
                 f"{WORLD_SIZE} ranks"
             )
-        if self.resume and not self.max_steps:
-            raise Error("--max-steps 0 evaluates a --model, not a run to --resume")
-        if self.prompt_template and "{question}" not in self.prompt_template:
-            raise Error("--prompt-template must contain {question}")
 
 
 # ---------------------------------------------------------------------- GRPO in numbers
@@ -248,13 +244,13 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
         raise ValueError(
             f"cannot split {len(rewards)} rewards into groups of {num_generations}"
         )
-    rewards = rewards.float()  # in which 0.1 + 0.2 equals 0.3
+    rewards = rewards.float()  # float64 would tell 0.1 + 0.2 from 0.3
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
     groups = rewards.view(-1, num_generations)  # (B, G)
-    # Equal rewards must give exactly 0. But the mean of eight 0.1 is off by rounding,
-    # and so is the std: the quotient would be near 1. Differences from the first reward
-    # are exactly 0, and have the same advantages as the rewards.
+    # Subtract each group's first reward: the advantages stay as they are, but equal
+    # rewards become exactly 0. Otherwise the error in the mean of eight 0.1, by
+    # rounding, would be divided by a std that is as small: -0.41 and not 0.
     groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
@@ -329,10 +325,11 @@ def clipped_surrogate(ratio, advantages, epsilon=0.2, epsilon_high=None):
 
 def kl_k3(logp, ref_logp):
     """exp(d) - d - 1 with d = ref_logp - logp: (N, C) in nats, never negative.
-    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Its expectation over
-    tokens of the policy is KL(policy, reference). Sampling is not differentiated, so
-    the expectation of its gradient is the gradient of KL(reference, policy) instead.
-    With ratio * k3 it is the gradient of KL(policy, reference).
+    DeepSeekMath eq. 4; "k3" in joschu.net/blog/kl-approx.html. Its mean over tokens of
+    the policy is KL(policy, reference). The mean of its gradient is not the gradient of
+    that, because the choice of the tokens is not differentiated:
+        mean of grad k3             grad KL(reference, policy)
+        mean of grad (ratio * k3)   grad KL(policy, reference)
     >>> kl_k3(torch.tensor([0.7]).log(), torch.tensor([0.5]).log())
     tensor([0.0508])
     """
@@ -343,8 +340,9 @@ def kl_k3(logp, ref_logp):
 def token_weights(mask, loss_type="grpo", max_completion_length=None, num_tokens=None):
     """The weight of each token in the loss: mask (N, C) -> (N, C) float64.
         grpo     1 / (number of tokens in its row) / N: a mean over sequences of means
-        dapo     1 / num_tokens (default: those of the mask; see `optimizer_step`)
-        dr_grpo  1 / (N * max_completion_length) (default: C)
+        dapo     1 / num_tokens: a mean over all tokens
+        dr_grpo  1 / (N * max_completion_length)
+    num_tokens: by default those of the mask. max_completion_length: by default C.
     >>> token_weights(torch.tensor([[1, 1, 0], [1, 0, 0]])).tolist()
     [[0.25, 0.25, 0.0], [0.5, 0.0, 0.0]]
     """
@@ -386,8 +384,9 @@ def grpo_loss(
     weights = token_weights(mask) if weights is None else weights
     # Weights of 0 are not enough: masked log-probs may be NaN, and 0 * NaN is NaN.
     logp = logp.where(mask, 0)
-    # None stands for logp itself: exp(logp - logp.detach()) is 1, with logp's gradient.
-    old_logp = (logp if old_logp is None else old_logp.where(mask, 0)).detach()
+    if old_logp is None:
+        old_logp = logp  # detached below: the ratio is 1, but has a gradient
+    old_logp = old_logp.detach().where(mask, 0)
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
@@ -466,9 +465,8 @@ def generate(
     # Each prompt runs once. Its cache and its logits are copied for its G completions.
     cache = DynamicCache(config=model.config)
     logits = call_model(model, prompt_ids, prompt_mask, cache, logits_to_keep=1).logits
-    # completion_ids keeps all N rows. Logits, attention mask and cache keep only those
-    # of unfinished completions: their row j belongs to completion live[j]. At first,
-    # all are unfinished.
+    # `live` lists the completions that are unfinished: at first, all. Logits, attention
+    # mask and cache have a row for each of these only, in this order.
     live = torch.arange(num_completions, device=eos.device)
     prompt_of = live // num_generations  # for G = 3: 0 0 0 1 1 1 ...
     logits, attention_mask = logits[prompt_of], prompt_mask[prompt_of]  # B rows -> N
@@ -662,8 +660,8 @@ def rollout(run, rows, num_generations, temperature):
 
 def pad(sequences, side):
     """Lists of token ids as one tensor: ids and mask, (len(sequences), longest).
-    Pads with the first sequence's first token: the embedding of a pad token may be all
-    zeros, and normalising zeros gives NaN gradients."""
+    Padding is run like other tokens, so it is one of them. (Some pad tokens have an
+    embedding of zeros. The gradient of normalising zeros can be NaN.)"""
     tensors = [torch.tensor(sequence, device=DEVICE) for sequence in sequences]
     ids = pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
     mask = ids >= 0  # no token is -1
@@ -802,9 +800,9 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # A mean over tokens is a sum over all R ranks divided by T, the number of tokens on
-    # all. But FSDP2 averages gradients over ranks, and `mean_over_ranks` metrics. So
-    # each rank divides its own sum by T/R.
+    # In a mean over tokens (dapo, metrics) each must weigh 1/T, with T tokens on all R
+    # ranks. FSDP2 (gradients) and `mean_over_ranks` (metrics) divide the sum over ranks
+    # by R. So a rank divides by T/R.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -813,8 +811,9 @@ def optimizer_step(run, batch):
     for indices in batch.micro_batch_indices(config.micro_batch_size):
         micro = batch.select(indices)
         logp = run.logprobs(run.policy, *micro.inputs, config.temperature)
-        # None: the policy is still the one that sampled. (The gap needs a tensor.)
-        old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
+        old_logp = micro.old_logp
+        if old_logp is None:  # the only update: the policy is the one that sampled
+            old_logp = logp.detach()
         loss, means = grpo_loss(
             logp,
             old_logp,
@@ -924,7 +923,8 @@ def format_reward(prompts, completions, **columns):
 NUMBER = (
     r"(?:(?<!\d)[-+])?[$€£]?"  # the minus of 3-5 is no sign
     r"(?:\d+ (?=\d+/\d))?"  # the whole part of 2 1/2
-    r"\.?\d(?:[\d.,/:]*\d)?(?:[eE][-+]?\d+)?"
+    r"\.?\d(?:[\d.,/:]*\d)?"  # 5 or .5 or 1,200 or 1/2 or 3:30, without a full stop
+    r"(?:[eE][-+]?\d+)?"  # 7.0e-05
 )
 # The number of "72 clips", but none that begins something else.
 NUMBER_ALONE = (
@@ -1097,10 +1097,8 @@ def load_function(name):
         raise Error(f"reward {name} is neither built in nor FILE.py:FUNCTION")
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = importlib.import_module(Path(path).stem)
-    if not os.path.samefile(getattr(module, "__file__", os.devnull), path):
-        raise Error(f"{path}: rename it, another module has this name")
     if not hasattr(module, function):
-        raise Error(f"no function {function!r} in {path}")
+        raise Error(f"no function {function!r} in {module}")  # the file that was found
     return getattr(module, function)
 
 
@@ -1231,32 +1229,33 @@ def load_tokenizer(name, model):
 
 def build_run(config, name, reward_functions, step_reward=None):
     """The `Run` of a config. name: the model that policy and reference start from, as a
-    Hub name or a folder. Their weights:
-                         policy                        reference
-        all weights      float32                       --dtype (--beta 0: none)
-        LoRA             --dtype, adapters float32     those of the policy, no adapters
-        --max-steps 0    --dtype                       none
-    AdamW needs float32. `shard` makes the weights in --dtype that run."""
+    Hub name or a folder. Weights that are trained are float32, to which AdamW can add
+    small updates. All others are in --dtype."""
     dtype = getattr(torch, config.dtype)
-    trains_all_weights = config.max_steps > 0 and not config.lora_rank
-    policy_dtype = torch.float32 if trains_all_weights else dtype
-    policy = load_model(name, policy_dtype, config.seed)
-    tokenizer, eos_token_ids = load_tokenizer(name, policy)
-    logprobs = choose_logprobs(policy)  # by a trial, on the plain model
     reference, optimizer = None, None
-    if config.max_steps and config.lora_rank:
-        # Other modules with the same weights (deepcopy takes what is in its memo as
-        # copied), before the policy gets its adapters.
-        reference = copy.deepcopy(policy, {id(x): x for x in policy.parameters()})
+    if config.max_steps == 0:
+        policy = load_model(name, dtype, config.seed)
+    elif config.lora_rank:
+        policy = load_model(name, dtype, config.seed)
+        # Modules of its own, without adapters, but with the weights of the policy: what
+        # is in the memo is taken as copied already.
+        memo = {id(weight): weight for weight in policy.parameters()}
+        reference = copy.deepcopy(policy, memo)
         transformers.set_seed(config.seed)  # adapters start at random
         add_adapters(policy, config.lora_rank)
-    elif config.max_steps and config.beta:
-        reference = load_model(name, dtype, config.seed).requires_grad_(False)
+    else:
+        policy = load_model(name, torch.float32, config.seed)
+        if config.beta:
+            reference = load_model(name, dtype, config.seed).requires_grad_(False)
+    tokenizer, eos_token_ids = load_tokenizer(name, policy)
+    logprobs = choose_logprobs(policy)  # by a trial, before layers are wrapped
     if config.gradient_checkpointing:
         checkpoint_layers(policy)
+    # On one rank, too, FSDP2 makes the bfloat16 weights that run from float32 ones.
+    uses_fsdp = config.max_steps > 0 and (WORLD_SIZE > 1 or dtype == torch.bfloat16)
     models = [policy] if reference is None else [policy, reference]
     for model in models:
-        if config.max_steps and (WORLD_SIZE > 1 or dtype == torch.bfloat16):
+        if uses_fsdp:
             shard(model, dtype)
         model.to(DEVICE)
     if config.max_steps:
@@ -1809,21 +1808,19 @@ def evaluate(run, rows, step):
     mine = rows[RANK::WORLD_SIZE] or rows[:1]  # FSDP: every rank has to run the model
     # As many at a time as in training:
     size = run.config.prompts_per_step // WORLD_SIZE * run.config.num_generations
-    scores = defaultdict(list)
+    columns = defaultdict(list)
     for start in range(0, len(mine), size):
         some = mine[start : start + size]
-        _, columns = rollout(run, some, num_generations=1, temperature=0)
-        for name, values in score(run, columns, num_generations=1).items():
-            scores[name].extend(values.tolist())
+        _, found = rollout(run, some, num_generations=1, temperature=0)
+        for name, values in found.items():
+            columns[name].extend(values)
+    # As one group: what is not judged counts as the mean of the others.
+    scores = score(run, columns, num_generations=len(mine))
     # With fewer rows than ranks, the last ranks only took part: leave them out.
     ranks = all_gather(scores)[: len(rows)]
-    means = {"eval/reward": 0.0}
-    for name, (_, weight) in run.reward_functions.items():
-        # Without unjudged completions. (In the "reward" of `score` they count as 0.)
-        values = torch.tensor([x for rank in ranks for x in rank[f"rewards/{name}"]])
-        mean = values.nanmean().nan_to_num().item()
-        means[f"eval/rewards/{name}"] = mean
-        means["eval/reward"] += weight * mean
+    means = {}
+    for name in scores:
+        means[f"eval/{name}"] = torch.cat([x[name] for x in ranks]).nanmean().item()
     print0(f"step {step}: greedy held-out reward {means['eval/reward']:.2f}")
     return means
 
@@ -1862,6 +1859,11 @@ def parse_args(argv=None):
     options["resume"] = typed.resume
     options["output_dir"] = typed.resume or typed.output_dir or default_dir
     options["run_id"] = options["run_id"] or uuid.uuid4().hex[:8]
+    if options["resume"] and options["max_steps"] == 0:
+        raise Error("--max-steps 0 evaluates a --model, not a run to --resume")
+    template = options["prompt_template"]
+    if template and "{question}" not in template:
+        raise Error("--prompt-template must contain {question}")
     return Config(**options)
 
 

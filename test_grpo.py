@@ -544,8 +544,6 @@ ratio_levels = pytest.mark.parametrize("level", ["token", "sequence"])
         ({"beta": math.nan}, "^--beta must be finite and at least 0"),
         ({"learning_rate": math.inf}, "^--learning-rate must be finite and at least 0"),
         ({"num_mini_batches": 8}, "--prompts-per-step must be divisible .* 2 ranks"),
-        ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
-        ({"resume": "run", "max_steps": 0}, "--max-steps 0 evaluates a --model"),
     ],
     ids=str,
 )
@@ -1579,6 +1577,8 @@ def test_a_run_is_resumed_with_its_options_and_what_is_typed_is_saved(tmp_path):
         grpo.claim_output_dir(second, stack)
     third = grpo.parse_args(["--resume", folder, "--beta", "0.1"])
     assert third == dataclasses.replace(second, beta=0.1)
+    with pytest.raises(grpo.Error, match="evaluates a --model, not a run to --resume"):
+        grpo.parse_args(["--resume", folder, "--max-steps", "0"])
 
 
 # ---------------------------------------------------------------- rewards of the README
@@ -1756,11 +1756,15 @@ def test_without_steps_there_are_no_reference_float32_weights_and_optimizer():
 
 def test_an_evaluation_leaves_out_unjudged_completions(monkeypatch):
     """And ranks without a row of their own: here the last of four."""
-    more = {"rewards/most": [1.0]}, {"rewards/most": [1.0]}, {"rewards/most": [9.0]}
-    monkeypatch.setattr(grpo, "all_gather", lambda scores: [scores, *more])
+    second = {"reward": torch.tensor([8.0]), "rewards/most": torch.tensor([4.0])}
+    last = {"reward": torch.tensor([99.0]), "rewards/most": torch.tensor([99.0])}
+    monkeypatch.setattr(grpo, "all_gather", lambda x: [x, second, second, last])
     run = tiny_run()
-    run.reward_functions = {"most": (lambda **columns: [None, 1, 1], 2.0)}
-    assert grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)["eval/reward"] == 2
+    run.reward_functions = {"most": (lambda **columns: [None, 1, 3], 2.0)}
+    metrics = grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)
+    # The first has rewards of 2 and 6, and the mean of these for what is not judged.
+    assert metrics["eval/reward"] == pytest.approx((4 + 2 + 6 + 8 + 8) / 5)
+    assert metrics["eval/rewards/most"] == pytest.approx((1 + 3 + 4 + 4) / 4)
 
 
 @pytest.mark.slow
@@ -1951,7 +1955,8 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     [
         ({"reward": "fluency"}, "fluency is neither built in nor FILE.py:FUNCTION"),
         ({"reward": f"{__file__}:typo"}, "no function 'typo' in"),
-        ({"reward": "math.py:f"}, "math.py: rename it, another module has this name"),
+        ({"reward": "math.py:f"}, "no function 'f' in <module 'math'"),
+        ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"output_dir": "locked"}, "lock' could not be acquired"),
         ({"prompts_per_step": 5000}, "--prompts-per-step: there are only 450 prompts"),
