@@ -248,16 +248,15 @@ def group_advantages(rewards, num_generations, scale_rewards="group", eps=1e-8):
     if not rewards.isfinite().all():
         raise ValueError(f"rewards must be finite: {rewards}")
     groups = rewards.view(-1, num_generations)  # (B, G)
-    # Subtract each group's first reward: the advantages stay as they are, but equal
-    # rewards become exactly 0. Otherwise the error in the mean of eight 0.1, by
-    # rounding, would be divided by a std that is as small: -0.41 and not 0.
-    groups = groups - groups[:, :1]
     advantages = groups - groups.mean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + eps)
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards {scale_rewards!r} is unknown")
-    return advantages.view(-1)
+    # Equal rewards may differ from their mean by rounding, and the std is as small:
+    # eight rewards of 0.1 would get -0.41.
+    is_equal = (groups == groups[:, :1]).all(1, keepdim=True)
+    return advantages.masked_fill(is_equal, 0).view(-1)
 
 
 def process_advantages(
@@ -278,7 +277,7 @@ def process_advantages(
             for reward, end in zip(step_rewards[row], step_ends[row], strict=True):
                 rewards.append(float(reward))
                 places.append((row, end))
-        if len(rewards) < 2:  # a single reasoning step equals its mean
+        if len(rewards) < 2:  # there is nothing to compare it with
             continue
         normalised = group_advantages(  # as one group
             torch.tensor(rewards), len(rewards), scale_rewards, eps
@@ -384,9 +383,9 @@ def grpo_loss(
     weights = token_weights(mask) if weights is None else weights
     # Weights of 0 are not enough: masked log-probs may be NaN, and 0 * NaN is NaN.
     logp = logp.where(mask, 0)
-    if old_logp is None:
-        old_logp = logp  # detached below: the ratio is 1, but has a gradient
-    old_logp = old_logp.detach().where(mask, 0)
+    # None: the policy is still the one that sampled. The ratio is then 1, but it has a
+    # gradient, since only old_logp is detached.
+    old_logp = (logp if old_logp is None else old_logp.where(mask, 0)).detach()
     advantages = advantages.reshape(len(mask), -1).where(mask, 0)  # (N, C)
     ratio = importance_ratio(logp, old_logp, mask, importance_sampling_level)
     surrogate = clipped_surrogate(ratio, advantages, epsilon, epsilon_high)
@@ -478,7 +477,7 @@ def generate(
         ids, logp = sample(logits[:, -1], temperature)
         completion_ids[live, i] = ids
         completion_logp[live, i] = logp
-        kept = (~torch.isin(ids, eos)).nonzero()[:, 0]
+        kept = (~torch.isin(ids, eos)).nonzero()[:, 0]  # rows of the batch
         if len(kept) == 0 or i == max_completion_length - 1:
             break
         if len(kept) < len(live):  # finished completions leave the batch
@@ -800,9 +799,9 @@ def optimizer_step(run, batch):
     Micro-batches only reduce memory: their losses and gradients add up to those of the
     mini-batch. Returns metrics, means over its tokens."""
     config = run.config
-    # In a mean over tokens (dapo, metrics) each must weigh 1/T, with T tokens on all R
-    # ranks. FSDP2 (gradients) and `mean_over_ranks` (metrics) divide the sum over ranks
-    # by R. So a rank divides by T/R.
+    # The metrics, and the loss of dapo, are means over the T tokens of all R ranks. A
+    # rank divides its own sum by T/R. FSDP2 (gradients) and `mean_over_ranks` (metrics)
+    # then average over the ranks, which divides by R.
     tokens_per_rank = sum(all_gather(batch.mask.sum().item())) / WORLD_SIZE
     batch.weights = token_weights(
         batch.mask, config.loss_type, config.max_completion_length, tokens_per_rank
@@ -811,9 +810,8 @@ def optimizer_step(run, batch):
     for indices in batch.micro_batch_indices(config.micro_batch_size):
         micro = batch.select(indices)
         logp = run.logprobs(run.policy, *micro.inputs, config.temperature)
-        old_logp = micro.old_logp
-        if old_logp is None:  # the only update: the policy is the one that sampled
-            old_logp = logp.detach()
+        # `update` sets none for the only update: the policy is the one that sampled.
+        old_logp = logp.detach() if micro.old_logp is None else micro.old_logp
         loss, means = grpo_loss(
             logp,
             old_logp,
@@ -1016,12 +1014,12 @@ def normalise(text):
     if not re.search(r"[,;]|\bor\b|\band\b", text):  # not of x = 1 or x = 2
         text = re.split("(?<![<>!])=", text)[-1]
     text = " ".join(text.split()).rstrip(".").lower().replace("- ", "-")
-    number = r"([-+]?)(?:(\d+) (?=\d+/))?([\d./]+(?:e[-+]?\d{1,3})?)"  # -2 1/2
+    number = r"([-+]?)(\d+ (?=\d+/))?([\d./]+(?:e[-+]?\d{1,3})?)"  # -2 1/2
     match = re.fullmatch(number, text)
     if match:
-        sign, whole, rest = match.groups(default="0")  # without a sign, it is ""
+        sign, whole, rest = match.groups()
         with contextlib.suppress(ValueError, ZeroDivisionError):  # 1.2.3 and 1/0
-            return int(sign + whole) + Fraction(sign + rest)
+            return int(sign + (whole or "0")) + Fraction(sign + rest)
     return text
 
 
@@ -1097,8 +1095,10 @@ def load_function(name):
         raise Error(f"reward {name} is neither built in nor FILE.py:FUNCTION")
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = importlib.import_module(Path(path).stem)
+    if not os.path.samefile(getattr(module, "__file__", os.devnull), path):
+        raise Error(f"{path}: rename it, another module has this name")
     if not hasattr(module, function):
-        raise Error(f"no function {function!r} in {module}")  # the file that was found
+        raise Error(f"no function {function!r} in {path}")
     return getattr(module, function)
 
 
@@ -1315,9 +1315,9 @@ def shard(model, dtype):
             mp_policy=fsdp.MixedPrecisionPolicy(dtype, torch.float32),
             # Frozen weights (the base of LoRA, the reference) are whole on every rank.
             ignored_params={x for x in model.parameters() if not x.requires_grad},
-            # Weights stay gathered from a forward to a backward pass. Ranks sample
-            # different numbers of tokens, and could not gather together for each.
-            # `sliced_logprobs` also needs it.
+            # A gather needs all ranks at once, but one may sample 90 tokens while
+            # another samples 200. So the first forward pass gathers the weights, and
+            # they stay until a backward pass. `sliced_logprobs` also needs that.
             reshard_after_forward=False,
         )
 
@@ -1444,7 +1444,8 @@ def graphed_generate(
     last_ids = completion_ids[:, :1].clone()  # (N, 1)
 
     def decode():
-        # False for the tokens still to come does not change the position of the last.
+        # attention_mask is False for the tokens still to come, which `call_model` does
+        # not count, so the position of the last token is right.
         output = call_model(model, last_ids, attention_mask, cache, logits_to_keep=1)
         return output.logits
 
@@ -1459,7 +1460,8 @@ def graphed_generate(
         # In place, because a graph knows its tensors by their addresses.
         last_ids[:, 0] = ids
         attention_mask[:, prompt_length + i] = True
-        if i == 1:  # the first call has loaded the kernels
+        # Call 0 runs as usual, and loads the kernels. From then on, they are replayed.
+        if i == 1:
             run_token = recorded(decode)
         logits = run_token()
     return completion_ids, completion_logp
@@ -1808,19 +1810,21 @@ def evaluate(run, rows, step):
     mine = rows[RANK::WORLD_SIZE] or rows[:1]  # FSDP: every rank has to run the model
     # As many at a time as in training:
     size = run.config.prompts_per_step // WORLD_SIZE * run.config.num_generations
-    columns = defaultdict(list)
+    scores = defaultdict(list)
     for start in range(0, len(mine), size):
         some = mine[start : start + size]
-        _, found = rollout(run, some, num_generations=1, temperature=0)
-        for name, values in found.items():
-            columns[name].extend(values)
-    # As one group: what is not judged counts as the mean of the others.
-    scores = score(run, columns, num_generations=len(mine))
+        _, columns = rollout(run, some, num_generations=1, temperature=0)
+        for name, values in score(run, columns, num_generations=1).items():
+            scores[name].extend(values.tolist())
     # With fewer rows than ranks, the last ranks only took part: leave them out.
     ranks = all_gather(scores)[: len(rows)]
-    means = {}
-    for name in scores:
-        means[f"eval/{name}"] = torch.cat([x[name] for x in ranks]).nanmean().item()
+    means = {"eval/reward": 0.0}
+    for name, (_, weight) in run.reward_functions.items():
+        # Without unjudged completions. (In the "reward" of `score` they count as 0.)
+        values = torch.tensor([x for rank in ranks for x in rank[f"rewards/{name}"]])
+        mean = values.nanmean().nan_to_num().item()
+        means[f"eval/rewards/{name}"] = mean
+        means["eval/reward"] += weight * mean
     print0(f"step {step}: greedy held-out reward {means['eval/reward']:.2f}")
     return means
 

@@ -1756,15 +1756,11 @@ def test_without_steps_there_are_no_reference_float32_weights_and_optimizer():
 
 def test_an_evaluation_leaves_out_unjudged_completions(monkeypatch):
     """And ranks without a row of their own: here the last of four."""
-    second = {"reward": torch.tensor([8.0]), "rewards/most": torch.tensor([4.0])}
-    last = {"reward": torch.tensor([99.0]), "rewards/most": torch.tensor([99.0])}
-    monkeypatch.setattr(grpo, "all_gather", lambda x: [x, second, second, last])
+    more = {"rewards/most": [1.0]}, {"rewards/most": [1.0]}, {"rewards/most": [9.0]}
+    monkeypatch.setattr(grpo, "all_gather", lambda scores: [scores, *more])
     run = tiny_run()
-    run.reward_functions = {"most": (lambda **columns: [None, 1, 3], 2.0)}
-    metrics = grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)
-    # The first has rewards of 2 and 6, and the mean of these for what is not judged.
-    assert metrics["eval/reward"] == pytest.approx((4 + 2 + 6 + 8 + 8) / 5)
-    assert metrics["eval/rewards/most"] == pytest.approx((1 + 3 + 4 + 4) / 4)
+    run.reward_functions = {"most": (lambda **columns: [None, 1, 1], 2.0)}
+    assert grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)["eval/reward"] == 2
 
 
 @pytest.mark.slow
@@ -1955,7 +1951,7 @@ def test_a_tracker_gets_all_rows_and_the_id_of_the_run(tmp_path, monkeypatch):
     [
         ({"reward": "fluency"}, "fluency is neither built in nor FILE.py:FUNCTION"),
         ({"reward": f"{__file__}:typo"}, "no function 'typo' in"),
-        ({"reward": "math.py:f"}, "no function 'f' in <module 'math'"),
+        ({"reward": "math.py:f"}, "math.py: rename it, another module has this name"),
         ({"prompt_template": "1+1="}, "--prompt-template must contain {question}"),
         ({"output_dir": "theirs"}, "theirs is not empty: --resume it or choose"),
         ({"output_dir": "locked"}, "lock' could not be acquired"),
