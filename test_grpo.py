@@ -1760,7 +1760,8 @@ def test_an_evaluation_leaves_out_unjudged_completions(monkeypatch):
     monkeypatch.setattr(grpo, "all_gather", lambda scores: [scores, *more])
     run = tiny_run()
     run.reward_functions = {"most": (lambda **columns: [None, 1, 1], 2.0)}
-    assert grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)["eval/reward"] == 2
+    metrics = grpo.evaluate(run, 3 * [{"prompt_ids": [3]}], step=0)
+    assert metrics == {"eval/reward": 2, "eval/rewards/most": 1}
 
 
 @pytest.mark.slow
