@@ -1863,12 +1863,12 @@ def parse_args(argv=None):
     options["resume"] = typed.resume
     options["output_dir"] = typed.resume or typed.output_dir or default_dir
     options["run_id"] = options["run_id"] or uuid.uuid4().hex[:8]
-    if options["resume"] and options["max_steps"] == 0:
+    config = Config(**options)
+    if config.resume and config.max_steps == 0:
         raise Error("--max-steps 0 evaluates a --model, not a run to --resume")
-    template = options["prompt_template"]
-    if template and "{question}" not in template:
+    if config.prompt_template and "{question}" not in config.prompt_template:
         raise Error("--prompt-template must contain {question}")
-    return Config(**options)
+    return config
 
 
 def main(argv=None):
