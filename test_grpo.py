@@ -1876,6 +1876,13 @@ def test_lora_trains_nothing_but_adapters_that_peft_loads(tmp_path, dtype):
     assert not (checkpoint / "model.safetensors").exists()
 
 
+def test_adapters_start_alike_in_every_run_and_rank(tmp_path):
+    name = save_model(tmp_path, grpo.tiny_model(0))
+    runs = [grpo.build_run(grpo.Config(lora_rank=2), name, {}) for _ in range(2)]
+    first, second = map(trained_weights, runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.slow
 def test_small_updates_of_a_bfloat16_run_are_kept_in_float32(tmp_path):
     """At a learning rate of 1e-6 the bfloat16 weights barely move."""
